@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench.kda_tpu`, `python -m bench.moe_comm_gpu`."""

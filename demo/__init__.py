@@ -1,0 +1,1 @@
+"""`python -m demo`: both operators on real text, end to end."""

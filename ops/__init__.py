@@ -1,0 +1,1 @@
+"""Accelerator operators. Start from :mod:`ops.registry`; importing this package loads no framework."""
