@@ -7,8 +7,8 @@ until a row is selected, so ``import ops.registry`` needs the standard library o
     >>> attention = registry.select("kda")                  # first usable row, in the table's order
     >>> attention = registry.select("kda", backend="scan")  # exactly this one, or an error that says why not
 
-The order of choice is: the argument, then the environment (``OPS_KDA_BACKEND``, ``OPS_MOE_COMM_BACKEND``), then the first
-row that is usable by itself. A named backend never falls back to another one.
+The order of choice is: the argument, then the environment (``OPS_KDA_BACKEND``, ``OPS_MOE_COMM_BACKEND``), then the
+first row that is usable by itself. A named backend never falls back to another one.
 
 ``python -m ops.registry`` prints the table for this machine.
 """
@@ -19,6 +19,7 @@ import difflib
 import glob
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -111,7 +112,7 @@ _TABLE: tuple[Backend, ...] = (
     ),
     Backend(
         "moe_comm", "nvshmem_emulated", "ops.moe_comm_gpu.emulation.backend:Exchange", ("torch", "triton"), "moe",
-        on_request="an emulation of the GPU kernels on the CPU, for tests", summary="the same kernels, processes and shared memory",
+        on_request="emulates the GPU kernels on a CPU, for tests", summary="the same kernels, processes, shared memory",
     ),
     Backend(
         "moe_comm", "torch", "ops.moe_comm_gpu.torch_backend:Exchange", ("torch",), "moe",
@@ -150,8 +151,12 @@ def register(backend: Backend, *, before: str | None = None) -> None:
 
 
 def backends(op: str) -> list[Status]:
-    """Every row of ``op`` in the order of choice, with whether it can run here. Never raises for a row, loads no framework
-    by itself and initialises no device.
+    """Every row of ``op`` in the order of choice, with whether it can run here.
+
+    Never raises for a row, loads no framework by itself and initialises no device.
+
+    Raises:
+        UnknownBackendError: no such operator.
     """
     return [_status(row) for row in _rows_of(op)]
 
@@ -217,9 +222,14 @@ def _read_entry_points() -> None:
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         op, _, name = point.name.partition(".")
         taken = any((row.op, row.name) == (op, name) for row in _rows)
+        package = point.dist.name if point.dist else "another package"
         if name and not taken and point.value.count(":") == 1:
-            package = point.dist.name if point.dist else "another package"
             _rows.append(Backend(op, name, point.value, summary=f"from {package}"))
+        else:
+            expected = 'expected "<op>.<backend> = module:attribute" with a name not taken yet'
+            warnings.warn(
+                f"entry point {point.name!r} of {package} is ignored: {expected}", RuntimeWarning, stacklevel=4
+            )
 
 
 def _installed(module: str) -> bool:
