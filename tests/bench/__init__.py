@@ -1,0 +1,1 @@
+"""Tests of the benchmarks themselves: timing, the static profile, the KDA bench."""
