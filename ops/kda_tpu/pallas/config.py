@@ -1,0 +1,258 @@
+"""Configuration of the Pallas TPU kernels: what can be chosen, what is legal, and the choice per chip and shape.
+
+:func:`why_illegal` is the single statement of which configurations the kernels accept; launchers, the tuner and the
+tests all ask it. :func:`choose` takes the stored choice of the offline tuner (``tuned.json``: data per chip and shape
+class, read on first use) or, for a class nobody tuned, a rule, and makes it fit the shape. Importing this module
+touches no device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import resources
+from typing import Any, Literal, get_args
+
+SubBlock = Literal["clamped", "tree"]
+KernelSplit = Literal["fused", "staged"]
+
+CHUNK = 64
+MAX_KEY_DIM = 256
+LANES = 128
+MIB = 1 << 20
+
+# VMEM of one TensorCore, and how much of it a kernel may ask for: the compiler keeps some for itself.
+VMEM_BYTES: Mapping[str, int] = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "tpu7x": 64 * MIB}
+_USABLE_VMEM = 15 / 16
+# Without a known chip (interpret mode) the smallest VMEM counts, so that what runs there compiles everywhere.
+_ANY_CHIP_VMEM = min(VMEM_BYTES.values())
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels cut and schedule a problem. Every legal configuration computes the same function.
+
+    Attributes:
+        chunks_per_step: chunks of one grid step; a *tile* has ``chunks_per_step * chunk`` rows. The forward and the
+            backward share it, because the residuals are laid out by tile.
+        heads_per_step: heads of one forward grid step, interleaved in program order.
+        backward_heads_per_step: the same for the backward; None for ``heads_per_step``.
+        sub_block: how the decay is split inside 16-row blocks: ``"clamped"`` (one tree level, then clamped anchors
+            every 8 rows) or ``"tree"`` (binary tree down to single rows, exact, more work).
+        inverse_passes: bf16 passes of the products that merge the inverse of a chunk, 4 or 6.
+        rematerialize_for_backward: recompute what the backward needs instead of saving it.
+        kernel_split: ``"fused"`` backward in one kernel, or ``"staged"`` in three, for comparison.
+        chunk: tokens a chunk.
+    """
+
+    chunks_per_step: int = 4
+    heads_per_step: int = 16
+    backward_heads_per_step: int | None = None
+    sub_block: SubBlock = "clamped"
+    inverse_passes: int = 4
+    rematerialize_for_backward: bool = False
+    kernel_split: KernelSplit = "fused"
+    chunk: int = CHUNK
+
+    @property
+    def tile(self) -> int:
+        """Rows of one grid step."""
+        return self.chunk * self.chunks_per_step
+
+    @property
+    def backward_heads(self) -> int:
+        """Heads of one backward grid step."""
+        return self.heads_per_step if self.backward_heads_per_step is None else self.backward_heads_per_step
+
+
+@dataclass(frozen=True)
+class ProblemShape:
+    """What the choice of a configuration may depend on.
+
+    Attributes:
+        heads, batch, tokens, key_dim, value_dim: H, B, T, K, V.
+        dtype: compute dtype of the kernels, ``"bfloat16"`` or ``"float32"``.
+        segmented: whether segment ids are given.
+    """
+
+    heads: int
+    batch: int
+    tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: str = "bfloat16"
+    segmented: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element in the compute dtype."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def shape_class(self) -> str:
+        """Key of ``tuned.json``: compute dtype, lanes of K and V, heads that can share a step."""
+        key, value = round_up(self.key_dim, LANES), round_up(self.value_dim, LANES)
+        return f"{self.dtype} k{key} v{value} h{largest_divisor(self.heads, 16)}"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """Largest divisor of ``number`` that is at most ``at_most``."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
+
+
+def vmem_bytes(config: Config, shape: ProblemShape) -> dict[str, int]:
+    """Estimated VMEM of the forward and backward kernels: double-buffered blocks, scratch, room for spills.
+
+    The backward's windows are query, key, gate, value, v_new, d_output, slab and states in, four gradients out; the
+    forward's are its five inputs and output and what it saves. ``tests/kda_pallas/test_compile.py`` holds the estimate
+    against the compiler's own figure.
+    """
+    key, value = round_up(shape.key_dim, LANES), round_up(shape.value_dim, LANES)
+    slab = round_up(2 * config.chunk, LANES)
+    state = value * key
+
+    def kernel(heads: int, row_lanes: int, saved_states: int) -> int:
+        windows = 2 * heads * (config.tile * row_lanes + config.chunks_per_step * state * saved_states) * shape.itemsize
+        edge_states = (2 * 2 + 1) * heads * state * 4  # state in, state out, double-buffered; the running state
+        spills = heads * config.chunk * 8 * max(key, value) * 4
+        return windows + edge_states + spills
+
+    saves = 0 if config.rematerialize_for_backward else 1
+    return {
+        "forward": kernel(config.heads_per_step, 3 * key + (2 + saves) * value + saves * slab, saves),
+        "backward": kernel(config.backward_heads, 6 * key + 4 * value + slab, 1),
+    }
+
+
+def vmem_limit_bytes(chip: str | None = None) -> int:
+    """VMEM a kernel may ask the compiler for on ``chip``; without a chip, what every supported one has."""
+    return int(VMEM_BYTES.get(chip or "", _ANY_CHIP_VMEM) * _USABLE_VMEM)
+
+
+def why_illegal(config: Config, shape: ProblemShape, chip: str | None = None) -> str | None:
+    """Why the kernels refuse ``config`` for ``shape`` on ``chip``, or None if they accept it."""
+    if config.chunk != CHUNK:
+        return (
+            f"chunk: expected {CHUNK}, got {config.chunk}; the saved slab holds two {CHUNK}-wide matrices in 128 lanes"
+        )
+    if config.chunks_per_step < 1:
+        return f"chunks_per_step: expected at least 1, got {config.chunks_per_step}"
+    for name, heads in (("heads_per_step", config.heads_per_step), ("backward_heads_per_step", config.backward_heads)):
+        if heads < 1 or shape.heads % heads:
+            return f"{name}: expected a divisor of the {shape.heads} heads, got {heads}"
+    if config.sub_block not in get_args(SubBlock):
+        return f"sub_block: expected one of {get_args(SubBlock)}, got {config.sub_block!r}"
+    if config.inverse_passes not in (4, 6):
+        return f"inverse_passes: expected 4 or 6, got {config.inverse_passes}"
+    if config.kernel_split not in get_args(KernelSplit):
+        return f"kernel_split: expected one of {get_args(KernelSplit)}, got {config.kernel_split!r}"
+    if not 1 <= shape.key_dim <= MAX_KEY_DIM:
+        return f"key dimension: expected 1 to {MAX_KEY_DIM}, got {shape.key_dim}; use the 'xla' backend"
+    limit = vmem_limit_bytes(chip)
+    for kernel, needed in vmem_bytes(config, shape).items():
+        if needed > limit:
+            return (
+                f"the {kernel} kernel needs about {needed / MIB:.0f} MiB of VMEM, {chip or 'every chip'} has "
+                f"{limit / MIB:.0f}; lower chunks_per_step or heads_per_step"
+            )
+    return None
+
+
+def check(config: Config, shape: ProblemShape, chip: str | None = None) -> Config:
+    """Returns ``config`` if legal.
+
+    Raises:
+        ValueError: with the reason :func:`why_illegal` gives.
+    """
+    reason = why_illegal(config, shape, chip)
+    if reason:
+        raise ValueError(f"config: {reason}")
+    return config
+
+
+@functools.cache
+def tuned() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """The tuner's stored choices, chip -> shape class -> fields of :class:`Config`; read once, on first use."""
+    return json.loads(resources.files(__package__).joinpath("tuned.json").read_text())["choices"]
+
+
+def rule(shape: ProblemShape) -> Config:
+    """The configuration for a class nobody tuned: about 64 head-chunks a step, exact forms for float32."""
+    heads = largest_divisor(shape.heads, 16)
+    exact = shape.dtype == "float32"
+    return Config(
+        chunks_per_step=min(16, max(1, 64 // heads)) if not exact else min(8, max(1, 32 // heads)),
+        heads_per_step=heads,
+        sub_block="tree" if exact else "clamped",
+        inverse_passes=6 if exact else 4,
+    )
+
+
+def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_backward: bool = False) -> Config:
+    """The configuration for ``shape`` on ``chip``: the tuned one of its class or the rule's, fitted to the shape.
+
+    Fitting never changes the numerics: it lowers ``chunks_per_step`` to the tokens there are, then lowers it and the
+    heads a step until the kernels fit the VMEM.
+
+    Args:
+        shape: the problem.
+        chip: ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"tpu7x"``, another name or None for an unknown one.
+        rematerialize_for_backward: the memory policy, which the caller decides.
+
+    Returns:
+        A legal configuration.
+
+    Raises:
+        ValueError: no configuration is legal for the shape.
+    """
+    stored = tuned().get(chip or "", {}).get(shape.shape_class)
+    config = Config(**stored) if stored else rule(shape)
+    chunks = -(-shape.tokens // config.chunk)
+    config = replace(
+        config,
+        rematerialize_for_backward=rematerialize_for_backward,
+        chunks_per_step=max(1, min(config.chunks_per_step, chunks)),
+    )
+    while why_illegal(config, shape, chip):
+        smaller = _smaller(config, shape)
+        if smaller is None:
+            return check(config, shape, chip)
+        config = smaller
+    return config
+
+
+def _smaller(config: Config, shape: ProblemShape) -> Config | None:
+    if config.chunks_per_step > 1:
+        return replace(config, chunks_per_step=config.chunks_per_step // 2)
+    if max(config.heads_per_step, config.backward_heads) > 1:
+        return replace(
+            config,
+            heads_per_step=largest_divisor(shape.heads, max(1, config.heads_per_step // 2)),
+            backward_heads_per_step=largest_divisor(shape.heads, max(1, config.backward_heads // 2)),
+        )
+    return None
+
+
+def current_chip() -> str | None:
+    """Name of the TPU that the program is traced for, e.g. ``"v6e"``; None off TPU or for an unknown kind."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        version = str(pltpu.get_tpu_info().chip_version)
+    except ValueError:  # the device is no TPU that this jax knows
+        return None
+    name = "tpu7x" if version == "7x" else version
+    return name if name in VMEM_BYTES else None
+
+
+def as_data(config: Config) -> dict[str, Any]:
+    """The fields of ``config`` that differ from the defaults, as the tuner stores them."""
+    default = Config()
+    return {f.name: value for f in fields(config) if (value := asdict(config)[f.name]) != getattr(default, f.name)}
