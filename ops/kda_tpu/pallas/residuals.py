@@ -1,0 +1,32 @@
+"""What the forward kernel leaves for the backward one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from ops.kda_tpu.pallas.schedule import StepTable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Residuals:
+    """Saved by the forward; axes: H heads, B batch, Tp tokens in whole tiles, C = 64, S steps, NC chunks of a tile.
+
+    The compute dtype is float32 if any of query, key, value, gate is, else bfloat16. K and V are the kernel's widths:
+    those of the problem, or the next multiple of 128 if they are not multiples of 64; the extra columns are zero.
+
+    Attributes:
+        v_new: [H, B, Tp, V] compute dtype, A (beta (v - (k e^G) h)); exactly zero on padding rows.
+        slab: [H, B, Tp / C, C, 2 C] compute dtype, -(beta / scale) [A^T | (Aqk A)^T], row j scaled by beta_j, which is
+            floored at 2^-50; block diagonal over the segments of a chunk, exactly zero on padding rows.
+        states: [H, B, S * NC, V, K] bfloat16 (float32 in float32 problems), transposed state on entry of chunk c of
+            step s at s * NC + c. A step of one slot that has no rows in a chunk still has its entry.
+        steps: the table the forward walked, tiles of NC * C rows.
+    """
+
+    v_new: jax.Array
+    slab: jax.Array
+    states: jax.Array
+    steps: StepTable
