@@ -13,7 +13,7 @@ class DeviceHooks(Protocol):
     """The communication operations of one program, on integers; the primitives document what each one means."""
 
     def my_pe(self) -> int:
-        """This rank."""
+        """Number of the rank that runs the program."""
 
     def n_pes(self) -> int:
         """Number of ranks."""

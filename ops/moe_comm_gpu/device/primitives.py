@@ -67,12 +67,10 @@ def _cast(value: Any, dtype: Any, semantic: Any) -> Any:
 
 
 def _library_call(
-    symbol: str, args: Sequence[Any], types: Sequence[Any], result: Any, semantic: Any, pure: bool
+    symbol: str, args: Sequence[Any], types: Sequence[Any], result: Any, semantic: Any, pure: bool = False
 ) -> Any:
     """Calls ``symbol`` of NVSHMEM's device library, with ``args`` cast to ``types``."""
-    cast = [
-        semantic.cast(semantic.to_tensor(core._unwrap_if_constexpr(a)), t) for a, t in zip(args, types, strict=True)
-    ]
+    cast = [_cast(a, t, semantic) for a, t in zip(args, types, strict=True)]
     return core.extern_elementwise("", "", cast, {tuple(types): (symbol, result)}, is_pure=pure, _semantic=semantic)
 
 
