@@ -303,8 +303,8 @@ def _check_values(arrays: dict[str, Array | None], use_gate_in_kernel: bool, num
         at = _first(~np.asarray((beta >= 0) & (beta <= 1)) & real)
         if at is not None:
             raise ValueError(
-                f"beta: expected values in [0, 1], got {float(beta[at])} at [head, batch, token] = {at}; apply a sigmoid "
-                "first"
+                f"beta: expected values in [0, 1], got {float(beta[at])} at [head, batch, token] = {at}; apply a "
+                "sigmoid first"
             )
     if gate is not None and not use_gate_in_kernel and not is_traced(gate):
         at = _first(np.asarray((gate > 0).any(axis=-1)) & real)

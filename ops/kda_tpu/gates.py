@@ -5,8 +5,12 @@ Everything is computed in float32 (or float64 if given). Axes: H heads, B batch 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+from ops.kda_tpu.contract import Problem
 
 #: No log decay below this: exp of it is 0 in float32, so neither the value nor its gradient can differ.
 LOWEST_LOG_DECAY = -104.0
@@ -96,3 +100,16 @@ def _log_softplus(z: jax.Array) -> jax.Array:
     switch = -15.0  # there the next term of the series, exp(2 z) / 24, is below float32's resolution
     low = jnp.minimum(z, switch)
     return jnp.where(z < switch, low - 0.5 * jnp.exp(low), jnp.log(jax.nn.softplus(jnp.maximum(z, switch))))
+
+
+def zero_padding(problem: Problem) -> Problem:
+    """The problem with zeros in every padding token, whatever stood there; its gradients there are zero as well."""
+    if problem.segment_ids is None:
+        return problem
+    real = (problem.segment_ids > 0)[None]
+
+    def masked(x: jax.Array) -> jax.Array:
+        return jnp.where(real if x.ndim == 3 else real[..., None], x, 0)
+
+    names = ("query", "key", "value", "gate", "beta")
+    return dataclasses.replace(problem, **{name: masked(getattr(problem, name)) for name in names})
