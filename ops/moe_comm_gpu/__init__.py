@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ops.moe_comm_gpu.all_to_all import AllToAll as AllToAll
+    from ops.moe_comm_gpu.batch import Handle as Handle
     from ops.moe_comm_gpu.contract import Config as Config
     from ops.moe_comm_gpu.exchange import Exchange as Exchange
-    from ops.moe_comm_gpu.exchange import Handle as Handle
     from ops.moe_comm_gpu.exchange import open_exchange as open_exchange
 
 _HOMES = {
     "AllToAll": "all_to_all",
     "Config": "contract",
     "Exchange": "exchange",
-    "Handle": "exchange",
+    "Handle": "batch",
     "open_exchange": "exchange",
 }
 __all__ = ["AllToAll", "Config", "Exchange", "Handle", "open_exchange"]

@@ -1,15 +1,15 @@
 """What every backend of the exchange agrees on: sizes, placement of experts, layouts, and the rules for arguments.
 
-Letters: R ranks, dp ranks of one data-parallel group (they hold the same tokens), G = R / dp groups, M most tokens of a group,
-T tokens of a group in one call, E experts, L experts of a rank, J choices per token, D hidden, S scales per row, N rows that
-a rank has room for.
+Letters: R ranks, dp ranks of one data-parallel group (they hold the same tokens), G = R / dp groups, M most tokens of
+a group, T tokens of a group in one call, E experts, L experts of a rank, J choices per token, D hidden, S scales per
+row, N rows that a rank has room for.
 
 Rules, the same for every backend:
 
 - Expert ``e`` lives on rank ``e // ceil(E / R)``, or on ``expert_map[e]``. A rank numbers its experts by ascending id.
 - Token ``t`` of a group is sent by the group's member ``t % dp``.
-- An id of -1 (as uint32: 4294967295) drops the choice. Any other id outside ``[0, E)`` drops it too, unless ``check_ids`` asks
-  for an error.
+- An id of -1 (as uint32: 4294967295) drops the choice. Any other id outside ``[0, E)`` drops it too, unless
+  ``check_ids`` asks for an error.
 - Two equal ids in one token are two choices: two rows, each with its own weight.
 - The rows of an expert are ordered by (source rank, token, choice).
 - Places that hold no row are left as they were; nothing is ever read from them.
@@ -48,13 +48,14 @@ class Config:
         in_dtype: element type of dispatched rows.
         out_dtype: element type of the rows that experts return, and of combined tokens.
         scale_block: elements of a row that share one float32 scale; None for rows without scales.
-        layout: ``"expert_major"``, rows ``[L, capacity, D]``; or ``"contiguous"``, rows ``[capacity, D]``, expert after expert.
+        layout: ``"expert_major"``, rows ``[L, capacity, D]``; or ``"contiguous"``, rows ``[capacity, D]``, expert
+            after expert.
         row_multiple: contiguous layout: every expert begins at a multiple of it.
-        capacity: most rows of one expert (expert-major), or of one rank with its padding (contiguous). None takes the most
-            that tokens with distinct ids can need.
+        capacity: most rows of one expert (expert-major), or of one rank with its padding (contiguous). None takes the
+            most that tokens with distinct ids can need.
         expert_map: rank of every expert; None for blocks of ``ceil(E / R)``.
-        mode: what kernel backends send: ``"per_rank"``, a token once to each destination rank, or ``"per_expert"``, once to each
-            expert.
+        mode: what kernel backends send: ``"per_rank"``, a token once to each destination rank, or ``"per_expert"``,
+            once to each expert.
         num_buffer_sets: batches that may be between dispatch and the end of combine at the same time.
         differentiable: size buffers so that gradients, which travel the other way, fit as well.
         check_ids: raise for ids outside ``[-1, E)`` rather than drop them; costs a look at the ids on the host.
@@ -96,7 +97,8 @@ class Config:
             raise ValueError(f"rank: expected less than world_size = {self.world_size}, got {self.rank}")
         if self.world_size % self.dp_size:
             raise ValueError(
-                f"dp_size: expected a divisor of world_size = {self.world_size}, got {self.dp_size}; groups have equal sizes"
+                f"dp_size: expected a divisor of world_size = {self.world_size}, got {self.dp_size}; "
+                f"groups have equal sizes"
             )
         _require_member("in_dtype", self.in_dtype, IN_DTYPES, TypeError)
         _require_member("out_dtype", self.out_dtype, OUT_DTYPES, TypeError)
@@ -104,7 +106,8 @@ class Config:
         _require_member("mode", self.mode, ("per_rank", "per_expert"))
         if self.layout == "expert_major" and self.row_multiple != 1:
             raise ValueError(
-                f'row_multiple: expected 1 in layout "expert_major", got {self.row_multiple}; choose capacity a multiple of it'
+                f'row_multiple: expected 1 in layout "expert_major", got {self.row_multiple}; '
+                f"choose capacity a multiple of it"
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: expected a positive number of seconds, got {self.timeout_s}")
@@ -202,7 +205,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """The first of two ranks' :meth:`Config.shared_fields` that differs, as ``"name: mine here, other there"``, or None."""
+    """The first of two ranks' :meth:`Config.shared_fields` that differs, as ``"name: own here, other there"``."""
     for name in own | other:
         if own.get(name) != other.get(name):
             return f"{name}: {own.get(name)} here, {other.get(name)} there"
@@ -293,7 +296,7 @@ def check_id_range(ids: torch.Tensor, num_experts: int) -> None:
 
 
 def quantise(tokens: torch.Tensor, dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as fp8 with one float32 scale a block: ``scale = max |x| / largest fp8`` (1 for a block of zeros), ``x / scale``.
+    """Rows as fp8 with a float32 scale a block: ``max |x| / largest fp8`` (1 for zeros), ``row = x / scale``.
 
     Args:
         tokens: ``[T, D]``, a floating dtype.
