@@ -161,8 +161,8 @@ def backends(op: str) -> list[Status]:
     return [_status(row) for row in _rows_of(op)]
 
 
-def select(op: str, backend: str | None = None) -> Callable[..., Any]:
-    """Returns the callable of a backend of ``op``.
+def choose(op: str, backend: str | None = None) -> Backend:
+    """The row that :func:`select` would take; imports nothing of it.
 
     Args:
         op: ``"kda"`` or ``"moe_comm"``.
@@ -170,8 +170,7 @@ def select(op: str, backend: str | None = None) -> Callable[..., Any]:
 
     Raises:
         UnknownBackendError: no such operator or backend; the message lists the known ones.
-        BackendUnavailableError: the named backend cannot run here, or none can, or it fails to import (its own error is
-            the cause).
+        BackendUnavailableError: the named backend cannot run here, or none can.
     """
     variable = environment_variable(op)
     name = backend if backend is not None else os.environ.get(variable) or None
@@ -180,13 +179,22 @@ def select(op: str, backend: str | None = None) -> Callable[..., Any]:
         status = _status(row)
         if not status.usable:
             raise BackendUnavailableError(f"backend {name!r} of {op!r} cannot run here: {_explain(status)}")
-        return _load(row)
+        return row
     statuses = backends(op)
     for status in statuses:
         if status.state == "usable":
-            return _load(status.backend)
+            return status.backend
     rows = "".join(f"\n  {status.backend.name}: {_explain(status)}" for status in statuses)
     raise BackendUnavailableError(f"no backend of {op!r} is usable here:{rows}")
+
+
+def select(op: str, backend: str | None = None) -> Callable[..., Any]:
+    """Returns the callable of a backend of ``op``; arguments and errors are those of :func:`choose`.
+
+    Raises:
+        BackendUnavailableError: also if the backend fails to import; its own error is the cause.
+    """
+    return _load(choose(op, backend))
 
 
 def _rows_of(op: str) -> list[Backend]:
