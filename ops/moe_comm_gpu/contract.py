@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -293,6 +294,33 @@ def check_id_range(ids: torch.Tensor, num_experts: int) -> None:
             f"ids: expected -1 (dropped) or 0 to {num_experts - 1}, got {int(wide[token, choice])} at token {token}, "
             f"choice {choice}"
         )
+
+
+def check_capacity(config: Config, rows_of_expert: Sequence[int]) -> None:
+    """The single statement of what a rank has room for.
+
+    Args:
+        config: of the exchange.
+        rows_of_expert: rows of every expert of the world ``[E]``.
+
+    Raises:
+        ValueError: one expert's rows, or one rank's with their padding, exceed ``capacity``.
+    """
+    if config.layout == "expert_major":
+        needed = {f"expert {expert}": rows for expert, rows in enumerate(rows_of_expert)}
+    else:
+        needed = {
+            f"rank {rank} with padding to {config.row_multiple}": sum(
+                round_up(rows_of_expert[expert], config.row_multiple) for expert in config.local_experts(rank)
+            )
+            for rank in range(config.world_size)
+        }
+    for what, rows in needed.items():
+        if rows > config.row_capacity:
+            raise ValueError(
+                f"capacity: expected at least {rows}, the rows of {what}, got {config.row_capacity}; nothing was sent; "
+                f"make the exchange with a larger capacity"
+            )
 
 
 def quantise(tokens: torch.Tensor, dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:

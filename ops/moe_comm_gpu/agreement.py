@@ -1,0 +1,146 @@
+"""What ranks tell one another beside the data: their configuration, how far they are, why they refuse.
+
+It goes through the key-value store of the process group, where writing costs tens of microseconds and needs no other
+rank. So every call can note its arrival, and a wait that ends without result can say who is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ops.moe_comm_gpu.contract import Config, first_difference
+
+_opened: defaultdict[str, int] = defaultdict(int)  # exchanges made so far by this process, per set of ranks
+
+
+class PeerError(ValueError):
+    """Another rank refused the call; the message holds its reason."""
+
+
+class Ledger:
+    """One exchange's page in the store.
+
+    Args:
+        config: this rank's; ``timeout_s`` bounds the wait for the other ranks' pages.
+        group: torch.distributed process group of all ``world_size`` ranks, or None for the default one.
+
+    Raises:
+        TimeoutError: a rank did not make its exchange in time; names it.
+        ValueError: a rank's configuration differs; every rank raises.
+    """
+
+    def __init__(self, config: Config, group: Any = None) -> None:
+        check_group(config, group)
+        self.rank, self.world_size, self.timeout_s = config.rank, config.world_size, config.timeout_s
+        self.ranks = dist.get_process_group_ranks(group)
+        self._store = _store_of(group)
+        members = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
+        self._page = f"moe_comm/{members}/{_opened[members]}"
+        previous = f"moe_comm/{members}/{_opened[members] - 1}"
+        _opened[members] += 1
+        self.calls = 0
+        self._agree(config)
+        for entry in ("config", "call", "refusal"):  # every rank is past its previous exchange's beginning by now
+            self._store.delete_key(f"{previous}/{entry}/{self.rank}")
+
+    def arrive(self, call: str) -> None:
+        """Notes that this rank has come to its next call."""
+        self.calls += 1
+        self._store.set(self._key("call"), json.dumps([self.calls, call]))
+
+    def refuse(self, reason: str) -> None:
+        """Notes why this rank does not take part in the call it has just arrived at."""
+        self._store.set(self._key("refusal"), json.dumps([self.calls, reason]))
+
+    def raise_refusals(self, ranks: list[int]) -> None:
+        """Raises the reason of the first of the ranks that refused the present call.
+
+        Raises:
+            PeerError: always.
+        """
+        calls, reason = self._read("refusal", ranks[0]) or [self.calls, "for an unknown reason"]
+        raise PeerError(f"rank {ranks[0]} refused this call, so no rank sent anything: {reason}")
+
+    def explain(self, call: str, cause: Exception) -> Exception:
+        """The error for a wait that failed: who is missing or elsewhere, as far as the store knows."""
+        try:
+            seen = {rank: self._read("call", rank) for rank in range(self.world_size) if rank != self.rank}
+        except Exception as error:  # noqa: BLE001 - the store dies with the process that holds it
+            return TimeoutError(f"{call}: {cause}; the process that holds the store is gone as well ({error})")
+        late = [rank for rank, at in seen.items() if at is None or at[0] < self.calls]
+        if late:
+            where = ", ".join(f"rank {rank} ({_whereabouts(seen[rank])})" for rank in late)
+            return TimeoutError(f"{call}, call {self.calls}: did not arrive within {self.timeout_s:g} s: {where}")
+        astray = [rank for rank, at in seen.items() if at is not None and at[0] == self.calls and at[1] != call]
+        if astray:
+            where = ", ".join(f"rank {rank} ({_whereabouts(seen[rank])})" for rank in astray)
+            return RuntimeError(
+                f"{call}, call {self.calls}: every rank must make the same calls in the same order: {where}"
+            )
+        return RuntimeError(f"{call}, call {self.calls}: every rank arrived, but the transfer failed: {cause}")
+
+    def _agree(self, config: Config) -> None:
+        own = config.shared_fields()
+        self._store.set(self._key("config"), json.dumps(own))
+        missing = []
+        patience = timedelta(seconds=self.timeout_s)
+        for rank in range(self.world_size):
+            try:
+                self._store.wait([self._key("config", rank)], patience)
+            except RuntimeError:  # DistStoreError and its likes
+                missing.append(rank)
+                patience = timedelta(milliseconds=10)  # the others had the same time
+        if missing:
+            raise TimeoutError(
+                f"making the exchange: did not arrive within {self.timeout_s:g} s: {', '.join(f'rank {r}' for r in missing)}"
+            )
+        for rank in range(self.world_size):
+            difference = first_difference(own, json.loads(self._store.get(self._key("config", rank))))
+            if difference is not None:
+                raise ValueError(
+                    f"config: expected the same on every rank, got between rank {self.rank} (here) and rank {rank} (there) "
+                    f"{difference}"
+                )
+
+    def _key(self, entry: str, rank: int | None = None) -> str:
+        return f"{self._page}/{entry}/{self.rank if rank is None else rank}"
+
+    def _read(self, entry: str, rank: int) -> Any:
+        key = self._key(entry, rank)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def check_group(config: Config, group: Any) -> None:
+    """Whether the process group is the one that the configuration speaks of.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: other world size or rank.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"world_size: {config.world_size} ranks need torch.distributed; call torch.distributed.init_process_group first"
+        )
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size != config.world_size:
+        raise ValueError(f"world_size: expected the process group's size {size}, got {config.world_size}")
+    if rank != config.rank:
+        raise ValueError(f"rank: expected this process's rank in the group, {rank}, got {config.rank}")
+
+
+def _whereabouts(at: Any) -> str:
+    return "has made no call yet" if at is None else f"last seen at {at[1]}, call {at[0]}"
+
+
+def _store_of(group: Any) -> Any:
+    """The store through which the ranks of the group found one another."""
+    c10d = dist.distributed_c10d
+    if group is None or group is dist.group.WORLD:
+        return c10d._get_default_store()
+    return c10d._world.pg_map[group][1]
