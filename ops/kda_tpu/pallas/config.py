@@ -8,9 +8,11 @@ touches no device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -28,6 +30,8 @@ VMEM_BYTES: Mapping[str, int] = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 *
 _USABLE_VMEM = 15 / 16
 # Without a known chip (interpret mode) the smallest VMEM counts, so that what runs there compiles everywhere.
 _ANY_CHIP_VMEM = min(VMEM_BYTES.values())
+
+_overrides: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("kda_config_overrides", default=())
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def vmem_bytes(config: Config, shape: ProblemShape) -> dict[str, int]:
     def kernel(heads: int, row_lanes: int, saved_states: int) -> int:
         windows = 2 * heads * (config.tile * row_lanes + config.chunks_per_step * state * saved_states) * shape.itemsize
         edge_states = (2 * 2 + 1) * heads * state * 4  # state in, state out, double-buffered; the running state
-        spills = heads * config.chunk * 8 * max(key, value) * 4
+        spills = heads * config.tile * 8 * max(key, value) * 4
         return windows + edge_states + spills
 
     saves = 0 if config.rematerialize_for_backward else 1
@@ -207,10 +211,10 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
         rematerialize_for_backward: the memory policy, which the caller decides.
 
     Returns:
-        A legal configuration.
+        A legal configuration; fields given to :func:`override` hold as they are.
 
     Raises:
-        ValueError: no configuration is legal for the shape.
+        ValueError: no configuration is legal for the shape, or the overridden one is not.
     """
     stored = tuned().get(chip or "", {}).get(shape.shape_class)
     config = Config(**stored) if stored else rule(shape)
@@ -225,7 +229,27 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
         if smaller is None:
             return check(config, shape, chip)
         config = smaller
-    return config
+    return check(replace(config, **dict(_overrides.get())), shape, chip)
+
+
+@contextlib.contextmanager
+def override(**changes: Any) -> Iterator[None]:
+    """Inside, :func:`choose` uses these fields of :class:`Config` instead of its own choice.
+
+    It acts when the operator is traced; a function that ``jax.jit`` has already compiled keeps its configuration.
+
+    Raises:
+        ValueError: an unknown field.
+    """
+    names = [f.name for f in fields(Config)]
+    for name in changes:
+        if name not in names:
+            raise ValueError(f"{name}: expected a field of Config ({', '.join(names)})")
+    token = _overrides.set((*_overrides.get(), *changes.items()))
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
 
 
 def _smaller(config: Config, shape: ProblemShape) -> Config | None:
