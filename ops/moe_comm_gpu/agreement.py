@@ -64,7 +64,7 @@ class Ledger:
         Raises:
             PeerError: always.
         """
-        calls, reason = self._read("refusal", ranks[0]) or [self.calls, "for an unknown reason"]
+        _, reason = self._read("refusal", ranks[0]) or (0, "for an unknown reason")
         raise PeerError(f"rank {ranks[0]} refused this call, so no rank sent anything: {reason}")
 
     def explain(self, call: str, cause: Exception) -> Exception:
@@ -97,15 +97,14 @@ class Ledger:
                 missing.append(rank)
                 patience = timedelta(milliseconds=10)  # the others had the same time
         if missing:
-            raise TimeoutError(
-                f"making the exchange: did not arrive within {self.timeout_s:g} s: {', '.join(f'rank {r}' for r in missing)}"
-            )
+            absent = ", ".join(f"rank {rank}" for rank in missing)
+            raise TimeoutError(f"making the exchange: did not arrive within {self.timeout_s:g} s: {absent}")
         for rank in range(self.world_size):
             difference = first_difference(own, json.loads(self._store.get(self._key("config", rank))))
             if difference is not None:
                 raise ValueError(
-                    f"config: expected the same on every rank, got between rank {self.rank} (here) and rank {rank} (there) "
-                    f"{difference}"
+                    f"config: expected the same on every rank, got between rank {self.rank} (here) and rank {rank} "
+                    f"(there) {difference}"
                 )
 
     def _key(self, entry: str, rank: int | None = None) -> str:
@@ -125,7 +124,8 @@ def check_group(config: Config, group: Any) -> None:
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            f"world_size: {config.world_size} ranks need torch.distributed; call torch.distributed.init_process_group first"
+            f"world_size: {config.world_size} ranks need torch.distributed; "
+            f"call torch.distributed.init_process_group first"
         )
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size != config.world_size:

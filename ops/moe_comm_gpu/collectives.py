@@ -1,4 +1,4 @@
-"""The collective operations that exchanges over torch.distributed are made of, with named absentees; local for one rank."""
+"""The collective operations behind exchanges over torch.distributed, with named absentees; local for one rank."""
 
 from __future__ import annotations
 

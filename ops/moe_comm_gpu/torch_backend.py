@@ -189,8 +189,8 @@ class Exchange(exchange.Exchange):
                 )
             if (itemsize, weights) != tuple(heads[0][2:]):
                 raise ValueError(
-                    f"tokens, weights: expected the same width and both or no weights on every rank, got (bytes, weights) "
-                    f"{tuple(heads[0][2:])} on rank 0 and {(itemsize, weights)} on rank {rank}"
+                    f"tokens, weights: expected the same width, and weights on all ranks or on none, got "
+                    f"(bytes, weights) {tuple(heads[0][2:])} on rank 0 and {(itemsize, weights)} on rank {rank}"
                 )
         rows_of_all = counts[:, config.world_size :].sum(dim=0).tolist()
         contract.check_capacity(config, rows_of_all)
