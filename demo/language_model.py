@@ -57,8 +57,12 @@ def initialise(key: jax.Array) -> Parameters:
             "down": dense(keys[6], 2 * WIDTH, WIDTH) / LAYERS,
         }
 
-    embed, *layers = jax.random.split(key, LAYERS + 1)
-    return {"embedding": jax.random.normal(embed, (256, WIDTH)) * 0.5, "layers": [layer(k) for k in layers]}
+    embed, unembed, *layers = jax.random.split(key, LAYERS + 2)
+    return {
+        "embedding": jax.random.normal(embed, (256, WIDTH)),
+        "unembedding": dense(unembed, WIDTH, 256) * 0.1,
+        "layers": [layer(k) for k in layers],
+    }
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -109,7 +113,7 @@ def bits_per_byte(parameters: Parameters, tokens: jax.Array, segment_ids: jax.Ar
         x = x + _attention(layer, _norm(x), segment_ids, max_segments)
         gate, value = jnp.einsum("td,cde->cte", _norm(x), layer["up"])
         x = x + (jax.nn.silu(gate) * value) @ layer["down"]
-    logits = _norm(x) @ parameters["embedding"].T
+    logits = _norm(x) @ parameters["unembedding"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:-1], tokens[1:])
     predicted = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[1:] > 0)
     return jnp.sum(losses * predicted) / jnp.maximum(jnp.sum(predicted), 1) / np.log(2)
