@@ -25,10 +25,11 @@ class Runtime(Protocol):
     max_resident_programs: int
     watchdog: torch.Tensor
 
-    def allocate(self, num_bytes: int, name: str = "") -> torch.Tensor:
-        """Symmetric memory: uint8 of shape (num_bytes,), 256-byte aligned, zeroed on every rank before any returns.
+    def allocate(self, num_bytes: int, name: str = "", *, zeroed: bool = True) -> torch.Tensor:
+        """Symmetric memory: uint8 of shape (num_bytes,), 256-byte aligned, there on every rank before any returns.
 
-        Every rank calls with the same arguments in the same order. ``name`` appears in error messages.
+        Every rank calls with the same arguments in the same order. ``name`` appears in error messages. Unless
+        ``zeroed`` the contents are undefined, and the simulator reports a kernel that reads them unwritten.
 
         Raises:
             MemoryError: the heap is too small; names the bytes needed and available and the variable to set.

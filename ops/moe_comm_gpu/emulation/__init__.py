@@ -1,0 +1,1 @@
+"""The communication kernels on a CPU: interpreter, one-process simulator, multi-process emulation."""

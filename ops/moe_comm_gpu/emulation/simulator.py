@@ -1,0 +1,652 @@
+"""All ranks in one process under a seeded scheduler: the test bench of the protocol.
+
+Each rank's host function and each program of each kernel is a task; at every communication operation the scheduler
+may let another task go on, or let a message make its next step. Puts and signals arrive late and in any order that the
+memory model of :mod:`ops.moe_comm_gpu.device.primitives` allows: nothing but a put's data and its own signal is
+ordered. Ranks stall. Memory is checked by :mod:`ops.moe_comm_gpu.emulation.ordering`. When every task waits and nothing
+is in flight, the run ends at once with what each one waits for. The same seed gives the same run.
+
+    simulation = Simulation(n_pes=4, seed=7)
+    results = simulation.run(lambda runtime: my_rank(runtime))    # once per rank, with a Runtime of its own
+
+A launch returns when its kernel has run, as if each host synchronised at once; what a host function itself does to
+tensors is not checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ops.moe_comm_gpu.device import hooks, watchdog
+from ops.moe_comm_gpu.emulation import interpreter, tasks
+from ops.moe_comm_gpu.emulation.floats import Array
+from ops.moe_comm_gpu.emulation.heap import HeapLayout
+from ops.moe_comm_gpu.emulation.operations import ADD, Fault, Operation
+from ops.moe_comm_gpu.emulation.ordering import (
+    ORIGIN,
+    UNALLOCATED,
+    UNWRITTEN,
+    Actor,
+    Knowledge,
+    Ordering,
+    OutOfBoundsError,
+    SimulationError,
+)
+
+MASK_64 = (1 << 64) - 1
+
+
+class DeadlockError(SimulationError):
+    """Every task waits and nothing is in flight."""
+
+
+class _Abort(BaseException):
+    """Unwinds a task after another one has failed."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a run is scheduled, drawn from its seed.
+
+    Attributes:
+        switch: chance that another task goes on after an operation.
+        deliver: chance, at each choice, that a message makes a step although a task could go on.
+        order: which message: ``"random"``, ``"oldest"`` or ``"newest"``.
+        tear: chance that a put's data arrive in two parts.
+        stall: chance, at each choice, that a rank stops for a while.
+    """
+
+    switch: float
+    deliver: float
+    order: str
+    tear: float
+    stall: float
+
+    @staticmethod
+    def draw(rng: random.Random) -> Policy:
+        """A policy between eager and as late as possible."""
+        return Policy(
+            switch=rng.choice((0.1, 0.5, 1.0)),
+            deliver=rng.choice((0.0, 0.05, 0.3, 0.8)),
+            order=rng.choice(("random", "random", "oldest", "newest")),
+            tear=rng.choice((0.0, 0.3)),
+            stall=rng.choice((0.0, 0.01, 0.05)),
+        )
+
+
+@dataclass(eq=False)
+class _Task:
+    name: str
+    rank: int
+    body: Callable[[], None]
+    actor: Actor
+    index: tuple[int, int, int] = (0, 0, 0)
+    grid: tuple[int, ...] = (1, 1, 1)
+    label: str = "host"
+    call: int = -1
+    baton: tasks.Baton = field(default_factory=tasks.Baton)
+    waits_for: Callable[[], str] | None = None
+    started: bool = False
+
+
+@dataclass(eq=False)
+class _Message:
+    """A put or a signal on its way: ``steps`` that happen in order."""
+
+    destination_rank: int
+    steps: deque[Callable[[], None]]
+
+
+@dataclass(eq=False)
+class _Collective:
+    kind: str
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Simulation:
+    """One run of ``n_pes`` ranks.
+
+    Args:
+        n_pes: number of ranks.
+        seed: decides everything that is left open.
+        heap_bytes: size of each rank's symmetric heap.
+        max_resident_programs: programs of one grid that run at the same time.
+        fault: changes operations, see :mod:`ops.moe_comm_gpu.emulation.operations`.
+        policy: how to schedule; drawn from the seed by default.
+        max_threads: programs of a grid that are told apart when accesses are checked.
+
+    Attributes:
+        trace: every communication operation so far, before the fault.
+    """
+
+    def __init__(
+        self,
+        n_pes: int,
+        seed: int = 0,
+        *,
+        heap_bytes: int = 1 << 20,
+        max_resident_programs: int = 8,
+        fault: Fault | None = None,
+        policy: Policy | None = None,
+        max_threads: int = 64,
+    ) -> None:
+        self.n_pes, self.seed = n_pes, seed
+        self.heap_bytes, self.max_resident_programs = heap_bytes, max_resident_programs
+        self.trace: list[Operation] = []
+        self.operation_names: list[Sequence[str]] = [()] * n_pes
+        self._fault = fault
+        self._rng = random.Random(seed)
+        self._policy = policy or Policy.draw(self._rng)
+        self._max_threads = max_threads
+        self.ordering = Ordering(n_pes * (1 + max_threads))
+        self.heap = torch.zeros(n_pes * heap_bytes + 256, dtype=torch.uint8)
+        self.base = -(-self.heap.data_ptr() // 256) * 256
+        self.layout = HeapLayout(heap_bytes)
+        self.ordering.add_region(self.base, n_pes * heap_bytes, 2, self._describe)
+        self._threads_used: dict[int, int] = defaultdict(int)  # thread -> its last clock
+        self._tasks: list[_Task] = []  # not finished
+        self._ready: list[_Task] = []
+        self._waiting: dict[Any, list[_Task]] = defaultdict(list)  # by what they wait for
+        self._running: _Task | None = None
+        self._in_flight: list[_Message] = []
+        self._stalled, self._stalled_until, self._step = -1, 0, 0
+        self._collectives: list[_Collective] = []
+        self._error: BaseException | None = None
+        self._finished = tasks.Baton()
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(self, host: Callable[[SimulatedRuntime], Any]) -> list[Any]:
+        """Calls ``host`` once per rank, each with its runtime; returns the results by rank.
+
+        Raises:
+            SimulationError: something was wrong; a subclass says what. Other errors of ``host`` or of a kernel are
+                raised as they are. Either has the seed and the failing task in its notes.
+        """
+        results: list[Any] = [None] * self.n_pes
+
+        def body(runtime: SimulatedRuntime) -> None:
+            results[runtime.my_pe] = host(runtime)
+
+        for rank in range(self.n_pes):
+            runtime = SimulatedRuntime(self, rank)
+            actor = self._actor(f"rank {rank}", rank * (1 + self._max_threads), self.ordering.new_knowledge())
+            task = _Task(f"rank {rank}", rank, lambda runtime=runtime: body(runtime), actor)  # type: ignore[misc]
+            runtime.task = task
+            self._add(task)
+        with interpreter.language():
+            interpreter.builder.observer = _Observer(self)
+            try:
+                first = self._choose()
+                if first is not None:
+                    self._resume(first)
+                    self._finished.wait()
+            finally:
+                interpreter.builder.observer = None
+                hooks.set_current(None)
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def _actor(self, name: str, thread: int, knowledge: Knowledge) -> Actor:
+        self._threads_used[thread] = number = max(self._threads_used[thread], int(knowledge.clock[thread])) + 1
+        knowledge.clock[thread] = number
+        return Actor(name, thread, knowledge)
+
+    def _add(self, task: _Task) -> None:
+        self._tasks.append(task)
+        self._ready.append(task)
+
+    def _choose(self) -> _Task | None:
+        """The task that goes on; None when there is none left."""
+        while True:
+            if self._error is not None:
+                return next((t for t in self._tasks if t.started), None)
+            self._step += 1
+            if self._rng.random() < self._policy.stall:
+                self._stalled, self._stalled_until = self._rng.randrange(self.n_pes), self._step + 40
+            if self._in_flight and (not self._ready or self._rng.random() < self._policy.deliver):
+                self._deliver()
+                continue
+            ready = self._ready
+            if self._step < self._stalled_until:
+                ready = [t for t in ready if t.rank != self._stalled] or ready
+            if ready:
+                return ready[self._rng.randrange(len(ready))]
+            if not self._tasks:
+                return None
+            self._fail(self._deadlock())
+
+    def _deliver(self) -> None:
+        messages = self._in_flight
+        if self._step < self._stalled_until:
+            messages = [m for m in messages if m.destination_rank != self._stalled] or messages
+        position = {"random": self._rng.randrange(len(messages)), "oldest": 0, "newest": -1}[self._policy.order]
+        self._advance(messages[position])
+
+    def _advance(self, message: _Message) -> None:
+        try:
+            message.steps.popleft()()
+        except SimulationError as error:
+            self._fail(error)
+        if not message.steps:
+            self._in_flight.remove(message)
+
+    def _deadlock(self) -> DeadlockError:
+        waits = [f"  {t.name} waits for {t.waits_for()}" for t in self._tasks if t.waits_for is not None]
+        hosts = {t.rank for t in self._tasks if t.label == "host"}
+        waits += [f"  rank {rank} has returned" for rank in range(self.n_pes) if rank not in hosts]
+        return DeadlockError("every task waits and nothing is in flight:\n" + "\n".join(waits))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            task = self._running.name if self._running is not None else "the network"
+            error.add_note(f"simulation of {self.n_pes} ranks, seed {self.seed}, while {task} ran")
+            self._error = error
+
+    def _resume(self, task: _Task) -> None:
+        if task.started:
+            task.baton.give()
+        else:
+            task.started = True
+            tasks.start(lambda: self._run_task(task))
+
+    def _enter(self, task: _Task) -> None:
+        self._running = task
+        hooks.set_current(_Hooks(self, task))
+        interpreter.set_program(task.index, task.grid)
+
+    def _run_task(self, task: _Task) -> None:
+        self._enter(task)
+        try:
+            task.body()
+        except _Abort:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, run() raises it
+            self._fail(error)
+        self._tasks.remove(task)
+        if task in self._ready:
+            self._ready.remove(task)
+        following = self._choose()
+        if following is None:
+            self._finished.give()
+        else:
+            self._resume(following)
+
+    def _switch(self, task: _Task) -> None:
+        """Lets the scheduler choose; returns when ``task`` is to go on."""
+        chosen = self._choose()
+        if chosen is not task:
+            assert chosen is not None
+            self._resume(chosen)
+            task.baton.wait()
+            self._enter(task)
+        if self._error is not None:
+            raise _Abort
+
+    def operate(self, task: _Task) -> None:
+        """A place where another task may go on."""
+        if self._error is not None:
+            raise _Abort
+        if self._rng.random() < self._policy.switch:
+            self._switch(task)
+
+    def block(self, task: _Task, key: Any, done: Callable[[], bool], waits_for: Callable[[], str]) -> None:
+        """Returns once ``done()``; looked at again whenever ``wake(key)`` is called."""
+        while not done():
+            task.waits_for = waits_for
+            self._ready.remove(task)
+            self._waiting[key].append(task)
+            self._switch(task)
+        task.waits_for = None
+
+    def wake(self, key: Any) -> None:
+        """Makes the tasks that wait for ``key`` look again."""
+        self._ready.extend(self._waiting.pop(key, ()))
+
+    # --- memory and messages --------------------------------------------------------------------------------------
+
+    def word(self, address: int) -> ctypes.c_uint64:
+        """The signal at ``address``."""
+        return ctypes.c_uint64.from_address(address)
+
+    def offset(self, address: int) -> int:
+        """Offset of ``address`` in the heap of its rank; -1 outside."""
+        inside = self.base <= address < self.base + self.n_pes * self.heap_bytes
+        return (address - self.base) % self.heap_bytes if inside else -1
+
+    def on_rank(self, address: int, rank: int, pe: int, what: str) -> int:
+        """The address on ``pe`` of what lies at ``address`` of ``rank``."""
+        if not 0 <= pe < self.n_pes:
+            raise OutOfBoundsError(f"{what}: rank {pe} of {self.n_pes}")
+        low = self.base + rank * self.heap_bytes
+        if not low <= address < low + self.heap_bytes:
+            raise OutOfBoundsError(f"{what}: {address:#x} is not in the symmetric heap of rank {rank}")
+        return address + (pe - rank) * self.heap_bytes
+
+    def _describe(self, address: int) -> str:
+        rank, offset = divmod(address - self.base, self.heap_bytes)
+        return f"rank {rank}'s {self.layout.describe(offset)}"
+
+    def describe(self, address: int) -> str:
+        """Names a symmetric address."""
+        return self._describe(address) if self.offset(address) >= 0 else f"local word {address:#x}"
+
+    def perform(self, task: _Task, operation: Operation) -> Operation | None:
+        """Records the operation and returns what is to happen instead."""
+        self.trace.append(operation)
+        return operation if self._fault is None else self._fault(operation)
+
+    def put(self, task: _Task, o: Operation) -> None:
+        """Sends a put on its way."""
+        rank_base = self.base + o.rank * self.heap_bytes
+        what = f"put by {task.name}"
+        source = rank_base + o.source
+        destination = self.on_rank(rank_base + o.destination, o.rank, o.pe, what)
+        released = self.ordering.put(task.actor, destination, source, o.num_bytes, what)
+        steps: deque[Callable[[], None]] = deque()
+        parts = [(0, o.num_bytes)]
+        if o.num_bytes > 16 and self._rng.random() < self._policy.tear:
+            cut = 16 * self._rng.randrange(1, -(-o.num_bytes // 16))
+            parts = [(0, cut), (cut, o.num_bytes - cut)]
+            self._rng.shuffle(parts)
+        for start, length in parts:
+            if length:
+                steps.append(
+                    lambda d=destination + start, s=source + start, n=length: ctypes.memmove(d, s, n)  # type: ignore[misc]
+                )
+        arrival = self._signal_step(task, o, released)
+        (steps.appendleft if o.signal_first else steps.append)(arrival)
+        if o.signal_first:  # the data are then not covered by the signal
+            released.arrived &= ~(1 << released.arrived.bit_length() - 1)
+            released.arrived |= 1 << self.ordering.new_bit()
+        self._in_flight.append(_Message(o.pe, steps))
+
+    def signal(self, task: _Task, o: Operation) -> None:
+        """Sends a signal on its way."""
+        arrival = self._signal_step(task, o, self.ordering.signal(task.actor))
+        self._in_flight.append(_Message(o.pe, deque((arrival,))))
+
+    def _signal_step(self, task: _Task, o: Operation, released: Knowledge) -> Callable[[], None]:
+        what = f"{o.kind} by {task.name}"
+        address = self.on_rank(self.base + o.rank * self.heap_bytes + o.signal, o.rank, o.pe, what)
+
+        def arrive() -> None:
+            word = self.word(address)
+            self.ordering.signal_arrives(address, released, o.op != ADD, what)
+            word.value = (word.value + o.value if o.op == ADD else o.value) & MASK_64
+            self.wake(address)
+
+        return arrive
+
+    def flush(self) -> None:
+        """Lets everything arrive, in the policy's order."""
+        while self._in_flight and self._error is None:
+            self._deliver()
+
+    # --- what hosts do --------------------------------------------------------------------------------------------
+
+    def collective(self, task: _Task, number: int, kind: str, value: Any, effect: Callable[[], None]) -> list[Any]:
+        """All ranks meet; the last one to come causes ``effect``. Returns each rank's value."""
+        if number == len(self._collectives):
+            self._collectives.append(_Collective(kind))
+        entry = self._collectives[number]
+        if entry.kind != kind:
+            raise SimulationError(f"{task.name} calls {kind} where other ranks call {entry.kind}")
+        entry.values[task.rank] = value
+        if len(entry.values) == self.n_pes:
+            effect()
+            self.wake(entry)
+
+        def missing() -> str:
+            absent = [rank for rank in range(self.n_pes) if rank not in entry.values]
+            return f"{kind}, which ranks {absent} have not called"
+
+        self.block(task, entry, lambda: len(entry.values) == self.n_pes, missing)
+        return [entry.values[rank] for rank in range(self.n_pes)]
+
+    def meet(self) -> None:
+        """The effect of a barrier: everything has arrived, and every host knows what every other one does."""
+        self.flush()
+        together = self.ordering.new_knowledge()
+        hosts = [t for t in self._tasks if t.label == "host"]
+        for host in hosts:
+            together.learn(host.actor.knowledge)
+        together.arrived |= self.ordering.everything_arrived()
+        for host in hosts:
+            host.actor.knowledge.learn(together)
+
+    def launch(
+        self, host: _Task, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], label: str, call: int
+    ) -> None:
+        """Runs all programs of a kernel, at most ``max_resident_programs`` at a time."""
+        full = (*grid, 1, 1)[:3]
+        indices = [(x, y, z) for x in range(full[0]) for y in range(full[1]) for z in range(full[2])]
+        left, pending = set(indices), deque(enumerate(indices))
+        programs = []
+
+        def next_program() -> None:
+            number, index = pending.popleft()
+            thread = host.rank * (1 + self._max_threads) + 1 + number % self._max_threads
+            name = f"rank {host.rank}, {label} (launch {call}), program {index[0] if grid[1:] == () else index}"
+            actor = self._actor(name, thread, host.actor.knowledge.copy())
+
+            def body() -> None:
+                interpreter.rewritten(kernel)(**arguments)
+                left.remove(index)
+                if pending:
+                    next_program()
+                if not left:
+                    self.wake(id(programs))
+
+            task = _Task(name, host.rank, body, actor, index, full, label, call)
+            programs.append(task)
+            self._add(task)
+
+        for _ in range(min(len(indices), self.max_resident_programs)):
+            next_program()
+        self.block(host, id(programs), lambda: not left, lambda: f"{label} (launch {call}) to end")
+        for task in programs:
+            host.actor.knowledge.learn(task.actor.knowledge)
+
+
+class SimulatedRuntime:
+    """One rank's view of a :class:`Simulation`; a :class:`~ops.moe_comm_gpu.device.runtime.Runtime`."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.my_pe, self.n_pes = rank, simulation.n_pes
+        self.device = torch.device("cpu")
+        self.max_resident_programs = simulation.max_resident_programs
+        self.watchdog = torch.zeros(watchdog.NUM_WORDS, dtype=torch.int64)
+        self.simulation = simulation
+        self.task: _Task
+        self._launches = self._collectives = 0
+
+    def _meet(self, kind: str, value: Any, effect: Callable[[], None]) -> list[Any]:
+        self.simulation.operate(self.task)
+        number, self._collectives = self._collectives, self._collectives + 1
+        return self.simulation.collective(self.task, number, kind, value, effect)
+
+    def allocate(self, num_bytes: int, name: str = "", *, zeroed: bool = True) -> torch.Tensor:
+        """Symmetric memory; see :class:`~ops.moe_comm_gpu.device.runtime.Runtime`."""
+        simulation = self.simulation
+        offsets: list[int] = []
+        kind = f"allocate({num_bytes}, {name!r}, zeroed={zeroed})"
+
+        def effect() -> None:
+            offsets.append(simulation.layout.allocate(num_bytes, name).offset)
+            for rank in range(simulation.n_pes):
+                start = simulation.base + rank * simulation.heap_bytes + offsets[0]
+                ctypes.memset(start, 0 if zeroed else 0xFF, num_bytes)
+                if num_bytes:
+                    simulation.ordering.mark(start, num_bytes, ORIGIN if zeroed else UNWRITTEN)
+
+        entries = self._meet(kind, offsets, effect)
+        offset = next(o[0] for o in entries if o)
+        start = simulation.base - simulation.heap.data_ptr() + self.my_pe * simulation.heap_bytes + offset
+        return simulation.heap[start : start + num_bytes]
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Releases symmetric memory on every rank."""
+        simulation = self.simulation
+        offset = simulation.offset(tensor.data_ptr())
+
+        def effect() -> None:
+            simulation.flush()
+            allocation = simulation.layout.free(offset)
+            for rank in range(simulation.n_pes):
+                start = simulation.base + rank * simulation.heap_bytes + offset
+                if allocation.num_bytes:
+                    simulation.ordering.mark(start, allocation.num_bytes, UNALLOCATED)
+
+        self._meet(f"free({simulation.layout.describe(offset)})", None, effect)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, label: str = "", **constexprs: Any
+    ) -> None:
+        """Runs a kernel to its end; see :class:`~ops.moe_comm_gpu.device.runtime.Runtime`."""
+        simulation, ordering = self.simulation, self.simulation.ordering
+        simulation.operate(self.task)
+        arguments = interpreter.bind(kernel, args, constexprs)
+        local = [t for t in (*args, *constexprs.values()) if isinstance(t, torch.Tensor) and t.numel()]
+        local = [t for t in local if simulation.offset(t.data_ptr()) < 0]
+        for tensor in local:
+            storage = tensor.untyped_storage()
+            shift = min(2, tensor.element_size().bit_length() - 1)
+            ordering.add_region(storage.data_ptr(), storage.nbytes(), shift, _describe_local(storage.data_ptr()))
+            ordering.mark(storage.data_ptr(), storage.nbytes(), ORIGIN)
+        call, self._launches = self._launches, self._launches + 1
+        simulation.launch(self.task, kernel, grid, arguments, label or kernel.fn.__name__, call)
+        for tensor in local:
+            ordering.remove_region(tensor.untyped_storage().data_ptr())
+
+    def synchronize(self) -> None:
+        """Nothing to do: a launch returns when its kernel has run."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it and everything has arrived."""
+        self._meet("barrier", None, self.simulation.meet)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Each rank's value, by rank."""
+        return self._meet("all_gather", value, lambda: None)
+
+    def set_operations(self, names: Sequence[str]) -> None:
+        """Names of the operation codes, for error messages."""
+        self.simulation.operation_names[self.my_pe] = names
+
+    def set_timeout(self, seconds: float) -> None:
+        """Kept for the kernels; nothing times out here, a deadlock is reported at once."""
+        self.watchdog[watchdog.TIMEOUT_NS] = int(seconds * 1e9)
+
+
+def _describe_local(base: int) -> Callable[[int], str]:
+    return lambda address: f"a tensor argument[byte {address - base}]"
+
+
+class _Hooks:
+    """The device primitives of one task."""
+
+    def __init__(self, simulation: Simulation, task: _Task) -> None:
+        self._simulation, self._task = simulation, task
+
+    def my_pe(self) -> int:
+        return self._task.rank
+
+    def n_pes(self) -> int:
+        return self._simulation.n_pes
+
+    def peer_address(self, address: int, pe: int) -> int:
+        return self._simulation.on_rank(address, self._task.rank, pe, f"peer_ptr in {self._task.name}")
+
+    def _operation(self, kind: str, **fields: Any) -> Operation | None:
+        task = self._task
+        operation = Operation(kind, task.rank, task.label, task.call, task.index, **fields)
+        return self._simulation.perform(task, operation)
+
+    def _local(self, address: int, what: str) -> int:
+        """The offset of an address that has to lie in this rank's heap."""
+        simulation = self._simulation
+        return simulation.offset(simulation.on_rank(address, self._task.rank, self._task.rank, what))
+
+    def put_signal(
+        self, destination: int, source: int, num_bytes: int, signal: int, value: int, op: int, pe: int
+    ) -> None:
+        what = f"put by {self._task.name}"
+        fields = {
+            "destination": self._local(destination, what),
+            "source": self._local(source, what),
+            "signal": self._local(signal, what),
+        }
+        operation = self._operation("put", num_bytes=num_bytes, value=value, op=op, pe=pe, **fields)
+        if operation is not None:
+            self._simulation.put(self._task, operation)
+        self._simulation.operate(self._task)
+
+    def signal(self, signal: int, value: int, op: int, pe: int) -> None:
+        offset = self._local(signal, f"signal by {self._task.name}")
+        operation = self._operation("signal", signal=offset, value=value, op=op, pe=pe)
+        if operation is not None:
+            self._simulation.signal(self._task, operation)
+        self._simulation.operate(self._task)
+
+    def wait_ge(self, signal: int, target: int, timeout_ns: int, operation: int, awaited: int) -> int:
+        simulation, task = self._simulation, self._task
+        offset = simulation.offset(signal)
+        o = self._operation("wait", signal=offset, value=target, op=0, pe=awaited, operation=operation)
+        simulation.operate(task)
+        word = simulation.word(signal)
+        if o is not None:
+            target = o.value
+            if o.signal != offset:
+                signal = signal + o.signal - offset
+                word = simulation.word(signal)
+            names = simulation.operation_names[task.rank]
+            simulation.block(
+                task,
+                signal,
+                lambda: word.value >= target,
+                lambda: (
+                    f"{simulation.describe(signal)}: "
+                    + watchdog.describe(names, operation, awaited, target, word.value)
+                ),
+            )
+            simulation.ordering.acquire(task.actor, signal)
+        return word.value
+
+
+class _Observer:
+    """Passes the programs' memory accesses to the checker."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._ordering = simulation, simulation.ordering
+
+    @property
+    def _actor(self) -> Actor:
+        task = self._simulation._running
+        assert task is not None
+        return task.actor
+
+    def load(self, addresses: Array, item_bytes: int) -> None:
+        self._ordering.read(self._actor, addresses, item_bytes)
+
+    def store(self, addresses: Array, item_bytes: int) -> None:
+        self._ordering.write(self._actor, addresses, item_bytes)
+
+    def before_atomic(self, addresses: Array, item_bytes: int) -> None:
+        task = self._simulation._running
+        assert task is not None
+        self._simulation.operate(task)
+
+    def after_atomic(self, addresses: Array, item_bytes: int, acquires: bool, releases: bool) -> None:
+        for address in np.unique(addresses):
+            self._ordering.atomic(self._actor, int(address), item_bytes, acquires, releases)
+            self._simulation.wake(int(address))
