@@ -1,0 +1,337 @@
+"""The exchange made of the four kernels, over whatever runs them: a GPU with NVSHMEM, the simulator or the emulation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ops.moe_comm_gpu import contract
+from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
+from ops.moe_comm_gpu.contract import Config
+from ops.moe_comm_gpu.device.runtime import Runtime
+from ops.moe_comm_gpu.exchange import Exchange
+from ops.moe_comm_gpu.kernels import combine, dispatch
+from ops.moe_comm_gpu.kernels.common import WAIT_NAMES
+from ops.moe_comm_gpu.kernels.layout import WORD_BYTES, Layout
+
+_NUM_WARPS = 8
+_KERNEL_TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+_WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.int8))
+
+
+@dataclass(eq=False)
+class BufferSet:
+    """The memory of one batch; regions are views of ``memory``, which is symmetric, but for ``epochs``, which is local."""
+
+    memory: Tensor
+    signals: Tensor
+    send: Tensor
+    received: Tensor
+    return_staging: Tensor
+    returned: Tensor
+    epochs: Tensor
+    late_memory: Tensor | None = None  # where results return in pairs although the mode has them summed
+    busy: bool = False
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch's routing at the rank of the experts, and the memory it lives in.
+
+    Attributes:
+        buffers: the set it holds until its combine is received.
+        layout: geometry, with the item size of its dispatch.
+        stream_counts: rows of each stream ``[B, R]`` int32.
+        positions: expert row of each choice of each received row ``[B, R, U, J]`` int32.
+        row_tokens: token of each received row ``[B, R, U]`` int32.
+    """
+
+    buffers: BufferSet
+    layout: Layout
+    stream_counts: Tensor
+    positions: Tensor
+    row_tokens: Tensor
+
+
+class KernelExchange(Exchange):
+    """An :class:`~ops.moe_comm_gpu.exchange.Exchange` over a :class:`~ops.moe_comm_gpu.device.runtime.Runtime`.
+
+    Args:
+        config: equal on every rank but for the rank.
+        runtime: what runs the kernels; its ranks are those of the config.
+        num_programs: programs of each kernel; None takes as many as are resident at once, more are refused.
+        direct: write to other ranks with plain stores in place of puts; every rank must be within their reach.
+
+    Raises:
+        ValueError: the ranks' configurations differ, or do not fit the runtime; raised on every rank.
+        MemoryError: the symmetric heap is too small.
+    """
+
+    quantises: ClassVar[bool] = True
+    reads_raw_ids: ClassVar[bool] = True
+
+    def __init__(
+        self, config: Config, runtime: Runtime, *, num_programs: int | None = None, direct: bool = False
+    ) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self._broken = False
+        self._direct = direct
+        self._num_programs = _checked_num_programs(num_programs, runtime)
+        _check_same_everywhere(config, runtime)
+        runtime.set_operations(WAIT_NAMES)
+        runtime.set_timeout(config.timeout_s)
+        self._layout = Layout.of(config)
+        slots = zip(config.expert_rank, config.expert_slot, strict=True)
+        self._placement = torch.tensor(
+            [rank * config.num_local_experts + slot for rank, slot in slots], dtype=torch.int32, device=runtime.device
+        )
+        self._overflow = _host_visible_words(1, runtime.device)
+        self._sets = [self._new_set(index) for index in range(config.num_buffer_sets)]
+
+    def _new_set(self, index: int) -> BufferSet:
+        layout = self._layout
+        memory = self._runtime.allocate(layout.symmetric_bytes, f"exchange buffer set {index}")
+        return BufferSet(
+            memory=memory,
+            epochs=torch.zeros(layout.num_local_words, dtype=torch.int64, device=self._runtime.device),
+            **_regions(memory, layout),
+        )
+
+    def _dispatch_send(self, request: DispatchRequest) -> Batch:
+        self._raise_overflow()
+        layout = self._call_layout(dispatch_itemsize=request.row_dtype.itemsize)
+        batch = self._new_batch(layout)
+        quantise = request.tokens.dtype != request.row_dtype
+        self._launch(
+            dispatch.dispatch_send,
+            "dispatch send",
+            request.tokens if quantise else as_words(request.tokens),
+            request.scales,
+            request.ids,
+            request.weights,
+            request.bound,
+            self._placement,
+            batch.buffers.send,
+            batch.buffers.received,
+            batch.buffers.signals,
+            batch.buffers.epochs,
+            request.tokens.shape[0],
+            self.config.rank,
+            layout=layout,
+            row_type=_KERNEL_TYPES[request.row_dtype] if quantise else None,
+            direct=self._direct,
+        )
+        return batch
+
+    def _dispatch_recv(self, request: DispatchRequest, handle: Handle) -> None:
+        batch: Batch = request.state
+        handle.state = batch
+        self._launch(
+            dispatch.dispatch_receive,
+            "dispatch receive",
+            batch.buffers.received,
+            batch.buffers.signals,
+            batch.buffers.epochs,
+            self._runtime.watchdog,
+            as_words(handle.rows),
+            handle.scales,
+            handle.tokens_per_expert,
+            handle.offsets,
+            handle.source_rank,
+            handle.source_token,
+            handle.source_choice,
+            handle.row_weights,
+            batch.stream_counts,
+            batch.positions,
+            batch.row_tokens,
+            self._overflow,
+            self.config.rank,
+            layout=batch.layout,
+        )
+        self._raise_overflow()
+
+    def _combine_send(self, request: CombineRequest) -> Layout:
+        self._raise_overflow()
+        batch: Batch = request.handle.state
+        late = request.weights is not None and not request.weights_sent
+        layout = dataclasses.replace(
+            self._call_layout(combine_itemsize=request.expert_rows.dtype.itemsize),
+            dispatch_itemsize=batch.layout.dispatch_itemsize,
+            return_pairs=self._layout.return_pairs or late,
+        )
+        staging, returned = self._return_regions(batch.buffers, layout)
+        self._launch(
+            combine.combine_send,
+            "combine send",
+            request.expert_rows,
+            None if request.weights is None or layout.return_pairs else request.handle.row_weights,
+            batch.stream_counts,
+            batch.positions,
+            batch.row_tokens,
+            staging,
+            returned,
+            batch.buffers.signals,
+            batch.buffers.epochs,
+            self.config.rank,
+            layout=layout,
+            direct=self._direct,
+        )
+        return layout
+
+    def _combine_recv(self, request: CombineRequest, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        batch: Batch = request.handle.state
+        layout: Layout = request.state
+        self._launch(
+            combine.combine_receive,
+            "combine receive",
+            request.handle.ids,
+            request.weights if layout.return_pairs else None,
+            request.handle.bound,
+            self._placement,
+            self._return_regions(batch.buffers, layout)[1],
+            batch.buffers.signals,
+            batch.buffers.epochs,
+            self._runtime.watchdog,
+            out,
+            bias,
+            request.handle.num_tokens,
+            layout=layout,
+            row_type=_KERNEL_TYPES[request.expert_rows.dtype],
+            accumulate=accumulate,
+        )
+        batch.buffers.busy = False
+
+    def _close(self) -> None:
+        if not self._broken:
+            # A peer may still read rows from here, or write signals to here.
+            self._runtime.synchronize()
+            self._runtime.barrier()
+        for buffers in self._sets:
+            if buffers.late_memory is not None:
+                self._runtime.free(buffers.late_memory)
+            self._runtime.free(buffers.memory)
+        self._sets = []
+
+    # Helpers.
+
+    def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
+        with self._breaks_on_error():
+            self._runtime.launch(
+                kernel, (self._num_programs,), *args, num_warps=_NUM_WARPS, label=label, **constants
+            )
+
+    @contextlib.contextmanager
+    def _breaks_on_error(self) -> Iterator[None]:
+        """After an error inside a kernel the ranks disagree about what was sent: nothing may follow but release."""
+        if self._broken:
+            raise RuntimeError("exchange: an earlier call failed between the ranks; close it and make a new one")
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _call_layout(self, **itemsize: int) -> Layout:
+        return _replaced(self._layout, **itemsize)
+
+    def _new_batch(self, layout: Layout) -> Batch:
+        buffers = next(candidate for candidate in self._sets if not candidate.busy)
+        buffers.busy = True
+        new = functools.partial(torch.empty, dtype=torch.int32, device=self._runtime.device)
+        return Batch(
+            buffers=buffers,
+            layout=layout,
+            stream_counts=new(layout.num_sources),
+            positions=new(layout.num_received, layout.choices),
+            row_tokens=new(layout.num_received),
+        )
+
+    def _return_regions(self, buffers: BufferSet, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Where results are staged and where they land; allocated on first use if they are not of the exchange's mode."""
+        if layout.return_pairs == self._layout.return_pairs:
+            return buffers.return_staging, buffers.returned
+        pairs = _replaced(self._layout, return_pairs=True).regions
+        staged = pairs["return_staging"][1]
+        if buffers.late_memory is None:
+            num_bytes = contract.round_up(staged, 256) + pairs["returned"][1]
+            buffers.late_memory = self._runtime.allocate(num_bytes, "rows in pairs, for weights first given to combine")
+        return buffers.late_memory[:staged], buffers.late_memory[contract.round_up(staged, 256) :]
+
+    def _raise_overflow(self) -> None:
+        needed = int(self._overflow[0])
+        if needed:
+            self._broken = True
+            unit = "rows in all" if self._layout.contiguous else "rows of one expert"
+            raise ValueError(
+                f"capacity: rank {self.config.rank} received {needed} {unit}, the capacity is {self._layout.capacity}; make the "
+                f"exchange with a larger capacity"
+            )
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """A contiguous tensor ``[..., D]`` seen as the widest integers, of 4 bytes at most, that its rows and address allow."""
+    row_bytes, width = tensor.shape[-1] * tensor.element_size(), tensor.element_size()
+    fits = (t for size, t in _WORDS if size >= width and row_bytes % size == 0 and tensor.data_ptr() % size == 0)
+    return tensor.view(next(fits))
+
+
+@functools.lru_cache(maxsize=64)
+def _replaced(layout: Layout, **changes: int) -> Layout:
+    return dataclasses.replace(layout, **changes)
+
+
+def _regions(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The named views of a set's symmetric memory."""
+    views = {name: memory[offset : offset + size] for name, (offset, size) in layout.regions.items()}
+    assert views["signals"].data_ptr() % WORD_BYTES == 0
+    return views | {"signals": views["signals"].view(torch.int64)}
+
+
+def _host_visible_words(number: int, device: torch.device) -> Tensor:
+    """Words that kernels write and the host reads without waiting for them."""
+    return torch.zeros(number, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _checked_num_programs(num_programs: int | None, runtime: Runtime) -> int:
+    most = runtime.max_resident_programs
+    if num_programs is None:
+        return most
+    if isinstance(num_programs, bool) or not isinstance(num_programs, int):
+        raise TypeError(f"num_programs: expected an int, got {type(num_programs).__name__}")
+    if not 1 <= num_programs <= most:
+        raise ValueError(
+            f"num_programs: expected 1 to {most}, what is resident at once (programs wait for one another), got {num_programs}"
+        )
+    return num_programs
+
+
+def _check_same_everywhere(config: Config, runtime: Runtime) -> None:
+    """Compares the ranks' configurations before anything is allocated or sent.
+
+    Raises:
+        ValueError: on every rank, if any two differ, or if ranks are not numbered as the runtime's.
+    """
+    entries = runtime.all_gather((config.rank, config.shared_fields()))
+    if config.world_size != runtime.n_pes:
+        raise ValueError(f"world_size: expected {runtime.n_pes}, the ranks of the runtime, got {config.world_size}")
+    for pe, (rank, fields) in enumerate(entries):
+        if rank != pe:
+            raise ValueError(f"rank: expected {pe} on the runtime's rank {pe}, got {rank} there")
+        difference = contract.first_difference(entries[0][1], fields)
+        if difference is not None:
+            raise ValueError(f"config: expected equal on every rank, rank 0 and rank {pe} differ in {difference} there")
