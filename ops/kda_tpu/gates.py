@@ -24,6 +24,17 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def log_decay(problem: Problem) -> jax.Array:
+    """Log decay of every token, [H, B, T, K] float32: the gate, activated if it is raw, and 0 in padding."""
+    if not problem.use_gate_in_kernel:
+        return wide(problem.gate)
+    assert problem.a_log is not None
+    decay = activate(problem.gate, problem.a_log, problem.delta_time_bias, problem.lower_bound)
+    if problem.segment_ids is None:
+        return decay
+    return jnp.where((problem.segment_ids > 0)[None, :, :, None], decay, 0)
+
+
 def activate(
     gate: jax.Array, a_log: jax.Array, delta_time_bias: jax.Array | None, lower_bound: float | None
 ) -> jax.Array:
@@ -111,5 +122,11 @@ def zero_padding(problem: Problem) -> Problem:
     def masked(x: jax.Array) -> jax.Array:
         return jnp.where(real if x.ndim == 3 else real[..., None], x, 0)
 
-    names = ("query", "key", "value", "gate", "beta")
-    return dataclasses.replace(problem, **{name: masked(getattr(problem, name)) for name in names})
+    return dataclasses.replace(
+        problem,
+        query=masked(problem.query),
+        key=masked(problem.key),
+        value=masked(problem.value),
+        gate=masked(problem.gate),
+        beta=masked(problem.beta),
+    )

@@ -18,15 +18,13 @@ _BLOCK = 64
 
 def _run(problem: Problem) -> tuple[jax.Array, jax.Array]:
     problem = gates.zero_padding(problem)
-    query, key, gate = gates.wide(problem.query), gates.wide(problem.key), gates.wide(problem.gate)
+    query, key = gates.wide(problem.query), gates.wide(problem.key)
     if problem.use_qk_l2norm:
         query, key = gates.l2_normalize(query)[0], gates.l2_normalize(key)[0]
     B, T = query.shape[1:3]
     ids = jnp.ones((B, T), jnp.int32) if problem.segment_ids is None else problem.segment_ids
-    if problem.use_gate_in_kernel:
-        gate = gates.activate(gate, problem.a_log, problem.delta_time_bias, problem.lower_bound)
-        gate = jnp.where((ids > 0)[None, :, :, None], gate, 0)
-    tokens = (query * problem.scale, key, gates.wide(problem.value), jnp.exp(gate), gates.wide(problem.beta))
+    decay = jnp.exp(gates.log_decay(problem))
+    tokens = (query * problem.scale, key, gates.wide(problem.value), decay, gates.wide(problem.beta))
     # Time first, in blocks; the tokens that fill the last block are padding: zeros, and a decay of one.
     block = min(_BLOCK, T)
     fill = -T % block
