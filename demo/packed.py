@@ -55,7 +55,7 @@ def inputs() -> oracle.Inputs:
 def forward_and_backward(given: oracle.Inputs, d_output: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Output [H, B, T, V] and the gradients by argument name, on the registry's choice of backend."""
 
-    def loss(differentiable: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(differentiable: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, jax.Array]:
         output, _ = kimi_delta_attention(
             **differentiable,
             a_log=given.a_log,
@@ -68,7 +68,7 @@ def forward_and_backward(given: oracle.Inputs, d_output: np.ndarray) -> tuple[np
         return jnp.vdot(output, d_output), output
 
     differentiable = {name: jnp.asarray(getattr(given, name)) for name in ("query", "key", "value", "gate", "beta")}
-    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(differentiable)
+    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(differentiable, jnp.asarray(d_output))
     return np.asarray(output), {name: np.asarray(gradient) for name, gradient in gradients.items()}
 
 
