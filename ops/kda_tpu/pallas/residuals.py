@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
+from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas.schedule import StepTable
 
 
@@ -14,8 +16,8 @@ from ops.kda_tpu.pallas.schedule import StepTable
 class Residuals:
     """Saved by the forward; axes: H heads, B batch, Tp tokens in whole tiles, C = 64, S steps, NC chunks of a tile.
 
-    The compute dtype is float32 if any of query, key, value, gate is, else bfloat16. K and V are the kernel's widths:
-    those of the problem, or the next multiple of 128 if they are not multiples of 64; the extra columns are zero.
+    The compute dtype is float32 if any of query, key, value is, else bfloat16; the gate's dtype plays no part. K and V
+    are the kernel's widths (:func:`kernel_width` of the problem's); the extra columns are zero.
 
     Attributes:
         v_new: [H, B, Tp, V] compute dtype, A (beta (v - (k e^G) h)); exactly zero on padding rows.
@@ -30,3 +32,14 @@ class Residuals:
     slab: jax.Array
     states: jax.Array
     steps: StepTable
+
+
+def compute_dtype(problem: Problem) -> jnp.dtype:
+    """Dtype of the operands of matrix products and of the residuals."""
+    wide = any(x.dtype == jnp.float32 for x in (problem.query, problem.key, problem.value))
+    return jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
+
+
+def kernel_width(channels: int) -> int:
+    """Channels the kernels work on: multiples of 64 as they are, others padded to the next multiple of 128."""
+    return channels if channels % 64 == 0 else -(-channels // 128) * 128
