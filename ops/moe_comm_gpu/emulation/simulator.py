@@ -16,6 +16,7 @@ tensors is not checked.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class Policy:
     def draw(rng: random.Random) -> Policy:
         """A policy between eager and as late as possible."""
         return Policy(
-            switch=rng.choice((0.1, 0.5, 1.0)),
+            switch=rng.choice((0.05, 0.2, 0.5)),
             deliver=rng.choice((0.0, 0.05, 0.3, 0.8)),
             order=rng.choice(("random", "random", "oldest", "newest")),
             tear=rng.choice((0.0, 0.3)),
@@ -92,6 +93,7 @@ class _Task:
     grid: tuple[int, ...] = (1, 1, 1)
     label: str = "host"
     call: int = -1
+    host: _Task | None = None  # of a program: who launched it and waits
     baton: tasks.Baton = field(default_factory=tasks.Baton)
     waits_for: Callable[[], str] | None = None
     started: bool = False
@@ -102,7 +104,7 @@ class _Message:
     """A put or a signal on its way: ``steps`` that happen in order."""
 
     destination_rank: int
-    steps: deque[Callable[[], None]]
+    steps: deque[Callable[[], object]]
 
 
 @dataclass(eq=False)
@@ -209,7 +211,8 @@ class Simulation:
         """The task that goes on; None when there is none left."""
         while True:
             if self._error is not None:
-                return next((t for t in self._tasks if t.started), None)
+                # Programs before hosts: a host whose thread is lent can only be unwound after its borrower.
+                return next((t for t in reversed(self._tasks) if t.started), None)
             self._step += 1
             if self._rng.random() < self._policy.stall:
                 self._stalled, self._stalled_until = self._rng.randrange(self.n_pes), self._step + 40
@@ -265,6 +268,21 @@ class Simulation:
         interpreter.set_program(task.index, task.grid)
 
     def _run_task(self, task: _Task) -> None:
+        """The life of a thread: runs ``task``, then further ones as long as new ones are chosen."""
+        while True:
+            self._execute(task)
+            following = self._choose()
+            if following is None:
+                self._finished.give()
+                return
+            if following.started:
+                following.baton.give()
+                return
+            task = following
+            task.started = True
+
+    def _execute(self, task: _Task) -> None:
+        """Runs a task to its end."""
         self._enter(task)
         try:
             task.body()
@@ -275,20 +293,20 @@ class Simulation:
         self._tasks.remove(task)
         if task in self._ready:
             self._ready.remove(task)
-        following = self._choose()
-        if following is None:
-            self._finished.give()
-        else:
-            self._resume(following)
 
     def _switch(self, task: _Task) -> None:
         """Lets the scheduler choose; returns when ``task`` is to go on."""
         chosen = self._choose()
+        # A host that waits for its kernel lends its thread to programs of that kernel: it cannot go on before they end.
+        while chosen is not None and not chosen.started and chosen.host is task:
+            chosen.started = True
+            self._execute(chosen)
+            chosen = self._choose()
         if chosen is not task:
             assert chosen is not None
             self._resume(chosen)
             task.baton.wait()
-            self._enter(task)
+        self._enter(task)
         if self._error is not None:
             raise _Abort
 
@@ -352,7 +370,7 @@ class Simulation:
         source = rank_base + o.source
         destination = self.on_rank(rank_base + o.destination, o.rank, o.pe, what)
         released = self.ordering.put(task.actor, destination, source, o.num_bytes, what)
-        steps: deque[Callable[[], None]] = deque()
+        steps: deque[Callable[[], object]] = deque()
         parts = [(0, o.num_bytes)]
         if o.num_bytes > 16 and self._rng.random() < self._policy.tear:
             cut = 16 * self._rng.randrange(1, -(-o.num_bytes // 16))
@@ -360,9 +378,7 @@ class Simulation:
             self._rng.shuffle(parts)
         for start, length in parts:
             if length:
-                steps.append(
-                    lambda d=destination + start, s=source + start, n=length: ctypes.memmove(d, s, n)  # type: ignore[misc]
-                )
+                steps.append(functools.partial(ctypes.memmove, destination + start, source + start, length))
         arrival = self._signal_step(task, o, released)
         (steps.appendleft if o.signal_first else steps.append)(arrival)
         if o.signal_first:  # the data are then not covered by the signal
@@ -431,7 +447,7 @@ class Simulation:
         full = (*grid, 1, 1)[:3]
         indices = [(x, y, z) for x in range(full[0]) for y in range(full[1]) for z in range(full[2])]
         left, pending = set(indices), deque(enumerate(indices))
-        programs = []
+        programs: list[_Task] = []
 
         def next_program() -> None:
             number, index = pending.popleft()
@@ -447,7 +463,7 @@ class Simulation:
                 if not left:
                     self.wake(id(programs))
 
-            task = _Task(name, host.rank, body, actor, index, full, label, call)
+            task = _Task(name, host.rank, body, actor, index, full, label, call, host)
             programs.append(task)
             self._add(task)
 
