@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ops.moe_comm_gpu.contract import Config, first_difference
 
+_C10D: Any = dist.distributed_c10d
 _opened: defaultdict[str, int] = defaultdict(int)  # exchanges made so far by this process, per set of ranks
 
 
@@ -53,6 +54,10 @@ class Ledger:
         """Notes that this rank has come to its next call."""
         self.calls += 1
         self._store.set(self._key("call"), json.dumps([self.calls, call]))
+
+    def store(self, name: str) -> Any:
+        """A part of the store for the use of this exchange alone."""
+        return _C10D.PrefixStore(f"{self._page}/{name}", self._store)
 
     def refuse(self, reason: str) -> None:
         """Notes why this rank does not take part in the call it has just arrived at."""
@@ -140,7 +145,6 @@ def _whereabouts(at: Any) -> str:
 
 def _store_of(group: Any) -> Any:
     """The store through which the ranks of the group found one another."""
-    c10d = dist.distributed_c10d
     if group is None or group is dist.group.WORLD:
-        return c10d._get_default_store()
-    return c10d._world.pg_map[group][1]
+        return _C10D._get_default_store()
+    return _C10D._world.pg_map[group][1]

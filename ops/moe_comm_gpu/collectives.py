@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,10 @@ from ops.moe_comm_gpu.contract import Config
 
 
 class Ranks:
-    """The ranks of one exchange: a process group of its own, so that its traffic never meets the caller's.
+    """The ranks of one exchange.
+
+    What is on the host goes through a gloo group of its own, so that it has its own timeout and never meets the caller's
+    traffic. What is on GPUs goes through the caller's group; by then every rank has arrived.
 
     Args:
         config: of the exchange.
@@ -29,16 +33,15 @@ class Ranks:
         self.config = config
         self._failure: Exception | None = None
         self._ledger: Ledger | None = None
-        self._group: Any = None
+        self._host: Any = None
+        self._group = group
         if config.world_size > 1:
             self._ledger = Ledger(config, group)
-            cuda = torch.cuda.is_available() and dist.is_nccl_available()
-            self._group = dist.new_group(
-                self._ledger.ranks,
-                timeout=timedelta(seconds=config.timeout_s),
-                backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-                use_local_synchronization=True,
-            )
+            store = self._ledger.store("gloo")
+            self._call = "making the exchange"
+            timeout = timedelta(seconds=config.timeout_s)
+            # Not dist.new_group, which either needs every rank of the world or names groups so that names come back.
+            self._host = self._guarded(lambda: dist.ProcessGroupGloo(store, config.rank, config.world_size, timeout))
 
     def arrive(self, call: str) -> None:
         """Notes the beginning of a call; everything up to the next is part of it."""
@@ -60,21 +63,19 @@ class Ranks:
 
     def gather(self, numbers: Tensor) -> Tensor:
         """Every rank's integers ``[R, n]``, from each one's ``[n]``, on the host."""
-        if self._group is None:
+        gathered = numbers.new_empty(self.config.world_size, len(numbers))
+        if self._host is None:
             return numbers[None]
-        gathered = numbers.new_empty(self.config.world_size * len(numbers))
-        # all_gather_into_tensor is deprecated where all_gather_single exists
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        self._guarded(lambda: gather(gathered, numbers, group=self._group))
-        return gathered.reshape(self.config.world_size, -1)
+        self._guarded(lambda: self._host.allgather([list(gathered)], [numbers]).wait())
+        return gathered
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """Every rank's object, pickled: for small things and for tests."""
-        if self._group is None:
-            return [thing]
-        things = [None] * self.config.world_size
-        self._guarded(lambda: dist.all_gather_object(things, thing, group=self._group))
-        return things
+        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([len(data)]))[:, 0].tolist()
+        padded = data.new_zeros(max(sizes))
+        padded[: len(data)] = data
+        return [pickle.loads(row[:size].numpy()) for row, size in zip(self.gather(padded), sizes, strict=True)]
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         """Starts to send rows of bytes and to receive others; the function it returns waits for them.
@@ -84,12 +85,15 @@ class Ranks:
             sent: number of rows for each rank.
             received: number of rows from each rank.
         """
-        if self._group is None:
+        if self._host is None:
             return lambda: rows
         arrived = rows.new_empty(sum(received), rows.shape[1])
-        work = self._guarded(
-            lambda: dist.all_to_all_single(arrived, rows, received, sent, group=self._group, async_op=True)
-        )
+        if rows.is_cuda:
+            work = self._guarded(
+                lambda: dist.all_to_all_single(arrived, rows, received, sent, group=self._group, async_op=True)
+            )
+        else:
+            work = self._guarded(lambda: self._host.alltoall_base(arrived, rows, received, sent))
 
         def wait() -> Tensor:
             self._guarded(work.wait)
@@ -98,10 +102,8 @@ class Ranks:
         return wait
 
     def close(self) -> None:
-        """Gives the process group back."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Gives the host's process group back."""
+        self._host = None
 
     def _guarded(self, operation: Callable[[], Any]) -> Any:
         try:

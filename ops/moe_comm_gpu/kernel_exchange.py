@@ -287,7 +287,9 @@ def as_words(tensor: Tensor) -> Tensor:
     """A contiguous tensor ``[..., D]`` seen as the widest integers, of 4 bytes at most, that its rows and address allow."""
     row_bytes, width = tensor.shape[-1] * tensor.element_size(), tensor.element_size()
     fits = (t for size, t in _WORDS if size >= width and row_bytes % size == 0 and tensor.data_ptr() % size == 0)
-    return tensor.view(next(fits))
+    dtype = next(fits)
+    # A tensor without elements may have any strides, which a view would refuse.
+    return tensor.view(dtype) if tensor.numel() else tensor.new_empty(0, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=64)

@@ -121,4 +121,5 @@ class Exchange(exchange.Exchange):
 
 
 def _numpy_bytes(rows: Tensor) -> Any:
-    return rows.view(torch.uint8).cpu().numpy()
+    array = np.ascontiguousarray(rows.cpu().view(torch.uint8).numpy()) if rows.numel() else None
+    return np.zeros((len(rows), rows.shape[1] * rows.itemsize), np.uint8) if array is None else array

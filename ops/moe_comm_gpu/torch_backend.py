@@ -226,7 +226,10 @@ class Exchange(exchange.Exchange):
 
 def _bytes(rows: Tensor) -> Tensor:
     """Rows ``[..., n]`` as ``[rows, bytes]``, the same memory."""
-    return rows.view(torch.uint8).view(-1, rows.shape[-1] * rows.itemsize)
+    width = rows.shape[-1] * rows.itemsize
+    if rows.numel() == 0:  # whose strides may be anything
+        return rows.new_empty(rows.shape[:-1].numel(), width, dtype=torch.uint8)
+    return rows.view(torch.uint8).view(-1, width)
 
 
 def _pack(request: DispatchRequest, token: Tensor, slots: Tensor) -> Tensor:
