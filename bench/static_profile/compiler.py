@@ -39,13 +39,13 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """What the worker reads: files, the chip's topology, extra compiler flags."""
+    """What the worker reads: files, the chip's topology, whether arguments and results are row-major."""
 
     stablehlo: str
     result: str
     topology: str
     dump: str | None
-    flags: tuple[str, ...] = ()
+    row_major: bool
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def compile_text(
     work: Path,
     *,
     dump: bool,
+    row_major: bool = True,
     timeout_seconds: float = 600.0,
-    flags: tuple[str, ...] = (),
 ) -> Compiled:
     """Compiles a StableHLO module for ``chip`` in a worker process.
 
@@ -83,8 +83,8 @@ def compile_text(
         chip: target.
         work: empty folder for the exchange and the dumps.
         dump: whether the compiler writes the schedules.
+        row_major: fixes the layout of arguments and results; if false XLA chooses it.
         timeout_seconds: the worker is ended after this time.
-        flags: more libtpu flags.
 
     Raises:
         CompilationError: refused, crashed or too slow.
@@ -98,7 +98,7 @@ def compile_text(
     request.write_text(
         json.dumps(
             dataclasses.asdict(
-                Request(str(source), str(result), chip.topology, str(dump_path) if dump_path else None, flags)
+                Request(str(source), str(result), chip.topology, str(dump_path) if dump_path else None, row_major)
             )
         )
     )
@@ -131,7 +131,7 @@ def _cause(log: str) -> str:
 
 def _work(request: Request) -> dict[str, Any]:
     """Runs in the worker: compiles and describes, or returns the compiler's error."""
-    flags = list(request.flags)
+    flags = []
     if request.dump:
         flags += [f"--xla_jf_dump_to={request.dump}", "--xla_jf_dump_llo_text=true"]
         flags += [f"--xla_jf_dump_llo_pass_label_regex={_DUMPED_PASSES}"]
@@ -154,6 +154,8 @@ def _work(request: Request) -> dict[str, Any]:
     try:
         with mlir.make_ir_context():
             module = ir.Module.parse(Path(request.stablehlo).read_text())
+            if request.row_major:
+                _make_row_major(module, ir)
             devices = xla_client.DeviceList((device,))
             executable = device.client.compile(module, executable_devices=devices, compile_options=options)
     except JaxRuntimeError as error:
@@ -167,6 +169,22 @@ def _work(request: Request) -> dict[str, Any]:
         "memory": memory,
         "hlo": executable.hlo_modules()[0].to_string(),
     }
+
+
+def _make_row_major(module: Any, ir: Any) -> None:
+    """Fixes the layouts of the program's arguments and results."""
+    entry = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    for key, types in (("arg_attrs", entry.type.inputs), ("res_attrs", entry.type.results)):
+        present = (
+            list(ir.ArrayAttr(entry.attributes[key])) if key in entry.attributes else [ir.DictAttr.get({})] * len(types)
+        )
+        fixed = []
+        for attributes, kind in zip(present, types, strict=True):
+            named = {entry.name: entry.attr for entry in ir.DictAttr(attributes)}
+            order = ",".join(str(axis) for axis in reversed(range(ir.RankedTensorType(kind).rank)))
+            named["mhlo.layout_mode"] = ir.StringAttr.get(f"{{{order}}}")
+            fixed.append(ir.DictAttr.get(named))
+        entry.attributes[key] = ir.ArrayAttr.get(fixed)
 
 
 def main(request_path: str) -> None:

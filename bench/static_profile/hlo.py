@@ -39,13 +39,21 @@ _READS_A_PART = {"slice", "dynamic-slice", "gather"}
 
 @dataclass(frozen=True)
 class XlaOperation:
-    """One XLA operation outside the kernels, all its executions together."""
+    """One XLA operation outside the kernels, all its executions together.
+
+    Attributes:
+        name, opcode, shape: as the program states them.
+        moved_bytes: through HBM.
+        source: the traced operation it came from.
+        overlaps: an asynchronous copy, e.g. of a kernel's operand to VMEM ahead of time; it runs beside other work.
+    """
 
     name: str
     opcode: str
     moved_bytes: int
     shape: str
     source: str
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,21 +72,24 @@ class Program:
 
     @property
     def xla_bytes(self) -> int:
-        """Bytes all operations outside the kernels move."""
-        return sum(operation.moved_bytes for operation in self.operations)
+        """Bytes that operations outside the kernels move while nothing else runs."""
+        return sum(operation.moved_bytes for operation in self.operations if not operation.overlaps)
+
+    @property
+    def overlapping_bytes(self) -> int:
+        """Bytes of asynchronous copies."""
+        return sum(operation.moved_bytes for operation in self.operations if operation.overlaps)
 
 
 def array_bytes(shape: str) -> int:
     """HBM bytes of an HLO shape, padding of its tiled layout included; arrays that XLA placed in VMEM are free."""
-    return sum(_one_array_bytes(match) for match in _SHAPE.finditer(shape))
+    return sum(_one_array_bytes(match) for match in _SHAPE.finditer(shape) if "S(1)" not in (match[3] or ""))
 
 
 def _one_array_bytes(match: re.Match[str]) -> int:
     bits = 8 if match[1] == "pred" else int(re.findall(r"\d+", match[1])[0])
     extents = [int(extent) for extent in match[2].split(",") if extent]
     layout = match[3] or ""
-    if "S(1)" in layout:
-        return 0
     order_match = re.match(r"\{([\d,]*)", layout)
     order = [int(axis) for axis in order_match[1].split(",") if axis] if order_match else []
     tile = re.search(r"T\(([\d,]+)\)", layout)
@@ -167,8 +178,9 @@ class _Reader:
 
     def _add_operation(self, name: str, shape: str, opcode: str, rest: str, shapes: dict[str, str], times: int) -> None:
         arguments = list(dict.fromkeys(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])))
-        if opcode.endswith("-start"):  # an asynchronous copy between HBM and VMEM: only its HBM side moves
-            parts = [array_bytes(part[0]) for part in _SHAPE.finditer(shape)]
+        overlaps = opcode.endswith("-start")
+        if overlaps:  # between HBM and VMEM; its shape holds both sides, the smaller one is what moves
+            parts = [_one_array_bytes(part) for part in _SHAPE.finditer(shape)]
             moved = min((part for part in parts if part > 64), default=0)
         elif opcode in _READS_A_PART:
             moved = 2 * array_bytes(shape)
@@ -177,7 +189,8 @@ class _Reader:
         else:
             moved = array_bytes(shape) + sum(self._reads(opcode, rest, shapes, arguments))
         source = re.search(r'op_name="([^"]*)"', rest)
-        self.operations.append(XlaOperation(name, opcode, times * moved, shape[:80], source[1][-80:] if source else ""))
+        traced = source[1][-80:] if source else ""
+        self.operations.append(XlaOperation(name, opcode, times * moved, shape[:80], traced, overlaps))
 
     def _reads(self, opcode: str, rest: str, shapes: dict[str, str], arguments: list[str]) -> Iterator[int]:
         """Bytes read of each argument; of one that a fusion only slices or gathers from, what it takes of it."""

@@ -148,13 +148,19 @@ class Report:
 
     @property
     def xla_ms(self) -> float:
-        """Milliseconds of the XLA operations by the bytes they move."""
+        """Milliseconds of the synchronous XLA operations by the bytes they move."""
         return self.chip.hbm_ms(self.program.xla_bytes)
 
     @property
+    def exposed_ms(self) -> float:
+        """Milliseconds of asynchronous copies that find no room beside kernels that the core bounds."""
+        room = sum(kernel.launches * (kernel.ms - kernel.hbm_ms) for kernel in self.kernels)
+        return max(0.0, self.chip.hbm_ms(self.program.overlapping_bytes) - room)
+
+    @property
     def ms(self) -> float:
-        """Estimated milliseconds of the program: kernels and XLA operations, one after another."""
-        return self.kernel_ms + self.xla_ms
+        """Estimated milliseconds of the program: kernels, XLA operations, copies that nothing hides."""
+        return self.kernel_ms + self.xla_ms + self.exposed_ms
 
     def matching(self, pattern: str) -> tuple[KernelReport, ...]:
         """The kernels whose name matches a regular expression somewhere."""
@@ -189,7 +195,7 @@ def profile(
     chip: str,
     *,
     timeout_seconds: float = 600.0,
-    flags: tuple[str, ...] = (),
+    row_major: bool = True,
 ) -> Report:
     """Compiles ``function(*arguments)`` for ``chip`` and reads the schedule of every Pallas kernel in it.
 
@@ -199,7 +205,8 @@ def profile(
             evaluated to count block copies (segment ids, for example, should be given as arrays).
         chip: key of :data:`bench.static_profile.chips.CHIPS`.
         timeout_seconds: for the compiler.
-        flags: more libtpu flags.
+        row_major: arguments and results are row-major, as neighbouring operations would hand them to a kernel; if
+            false XLA chooses, and copies to what the kernels need count.
 
     Returns:
         The report; nothing in it was measured.
@@ -215,7 +222,7 @@ def profile(
     calls = {call.name: call for call in traffic.pallas_calls(closed, jax.tree.leaves(arguments), target)}
     with tempfile.TemporaryDirectory(prefix="static_profile_") as work:
         compiled = compiler.compile_text(
-            text, target, Path(work), dump=True, timeout_seconds=timeout_seconds, flags=flags
+            text, target, Path(work), dump=True, timeout_seconds=timeout_seconds, row_major=row_major
         )
         program = hlo.read(compiled.hlo)
         kernels = _kernel_reports(target, calls, program, compiled)
@@ -269,5 +276,8 @@ def _resolve_trips(call: traffic.PallasCall, read: Schedule) -> tuple[str, ...]:
             loop.trips = loop.trips or trips
     unresolved = sum(loop.trips is None for loop in loops)
     if unresolved:
-        notes.append(f"{unresolved} inner loop(s) with an unknown trip count, counted as one trip")
+        notes.append(
+            f"{unresolved} inner loop(s) with an unknown trip count, counted as one trip (the compiler copies small "
+            "operands that it keeps in VMEM in such loops)"
+        )
     return tuple(notes)

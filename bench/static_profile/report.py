@@ -46,7 +46,9 @@ def records(report: Report, **extra: object) -> list[dict[str, object]]:
         "ms": report.ms,
         "kernel_ms": report.kernel_ms,
         "xla_ms": report.xla_ms,
+        "exposed_ms": report.exposed_ms,
         "xla_bytes": report.program.xla_bytes,
+        "overlapping_bytes": report.program.overlapping_bytes,
         "least_bytes": report.least_bytes,
         "trace_seconds": report.trace_seconds,
         "compile_seconds": report.compile_seconds,
@@ -79,12 +81,16 @@ def table(report: Report) -> str:
         lines.append(timing.table([kernel_record(kernel) for kernel in report.kernels]))
     lines.append(
         f"kernels {report.kernel_ms:.3f} ms + XLA operations {report.xla_ms:.3f} ms "
-        f"({report.program.xla_bytes / _MB:.0f} MB) = {report.ms:.3f} ms; every argument and result once: "
-        f"{report.least_bytes / _MB:.0f} MB, {report.chip.hbm_ms(report.least_bytes):.3f} ms; "
+        f"({report.program.xla_bytes / _MB:.0f} MB) + exposed copies {report.exposed_ms:.3f} ms (of "
+        f"{report.program.overlapping_bytes / _MB:.0f} MB beside the kernels) = {report.ms:.3f} ms"
+    )
+    lines.append(
+        f"every argument and result once: {report.least_bytes / _MB:.0f} MB, "
+        f"{report.chip.hbm_ms(report.least_bytes):.3f} ms; "
         f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
         f"temporaries {report.memory.get('temp', 0) / _MB:.0f} MB"
     )
-    moving = [operation for operation in report.program.operations if operation.moved_bytes > 0.005 * _MB]
+    moving = [o for o in report.program.operations if o.moved_bytes > 0.005 * _MB and not o.overlaps]
     if moving:
         shown = ", ".join(f"{o.name} {o.moved_bytes / _MB:.2f} MB" for o in moving[:_LISTED_OPERATIONS])
         lines.append(f"XLA: {shown}{', ...' if len(moving) > _LISTED_OPERATIONS else ''}")

@@ -151,6 +151,7 @@ ENTRY %main (a: f32[8,128], b: f32[64,128]) -> f32[8,128] {
   %a = f32[8,128]{1,0} parameter(0)
   %b = f32[64,128]{1,0} parameter(1)
   %f = f32[8,128]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused
+  %s = ((s8[9999]{0}), s8[4096]{0:S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[0:4096]}
   ROOT %w = (s32[], f32[8,128]{1,0}) while(%f), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
 }
 """
@@ -160,7 +161,8 @@ def test_hlo_counts_loops_and_what_a_fusion_takes_of_its_operands():
     read = hlo.read(HLO)
     one = 8 * 128 * 4
     assert read.kernels == {"k.1": (7, 5)}
-    assert {o.name: o.moved_bytes for o in read.operations} == {"f": 3 * one, "neg": 5 * 2 * one}
+    assert {o.name: o.moved_bytes for o in read.operations} == {"f": 3 * one, "neg": 5 * 2 * one, "s": 4096}
+    assert (read.xla_bytes, read.overlapping_bytes) == (13 * one, 4096)
     assert read.notes == ()
 
 
