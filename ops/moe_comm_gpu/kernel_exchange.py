@@ -231,9 +231,7 @@ class KernelExchange(Exchange):
 
     def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
         with self._breaks_on_error():
-            self._runtime.launch(
-                kernel, (self._num_programs,), *args, num_warps=_NUM_WARPS, label=label, **constants
-            )
+            self._runtime.launch(kernel, (self._num_programs,), *args, num_warps=_NUM_WARPS, label=label, **constants)
 
     @contextlib.contextmanager
     def _breaks_on_error(self) -> Iterator[None]:

@@ -96,9 +96,7 @@ def combine_send(
                 if layout.returns_by_rank:
                     place += rank
                 else:
-                    positions = tl.load(
-                        first_position_ptr + choices, mask=choices < layout.choices, other=ELSEWHERE
-                    )
+                    positions = tl.load(first_position_ptr + choices, mask=choices < layout.choices, other=ELSEWHERE)
                     place += tl.min(tl.where(positions != ELSEWHERE, choices, layout.choices), axis=0)
                 _send_row(
                     expert_rows_ptr, row_weights_ptr, first_position_ptr, layout.choices, staging_ptr, row,
@@ -262,9 +260,7 @@ def _sum_returns(
 
 
 @triton.jit
-def _carry_over(
-    before_ptr: tl.tensor, after_ptr: tl.tensor, num_tokens: tl.tensor, layout: tl.constexpr
-) -> None:
+def _carry_over(before_ptr: tl.tensor, after_ptr: tl.tensor, num_tokens: tl.tensor, layout: tl.constexpr) -> None:
     """Expected returns of the places that this batch has no token for stay what they were."""
     block: tl.constexpr = min(triton.next_power_of_2(layout.max_num_tokens), 1024)
     program, num_programs = tl.program_id(0), tl.num_programs(0)

@@ -259,8 +259,16 @@ def dispatch_receive(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr)
     _clear(source_rank_ptr, source_token_ptr, source_choice_ptr, row_weights_ptr, layout)
+    before_ptr = epochs_ptr + layout.expected_arrivals_word + epoch % 2 * layout.num_sources
+    after_ptr = epochs_ptr + layout.expected_arrivals_word + (epoch + 1) % 2 * layout.num_sources
+    announced = epoch << EPOCH_SHIFT
     for stream in range(program, layout.num_sources, num_programs):
-        _await_stream(signals_ptr, epochs_ptr, watchdog_ptr, stream_counts_ptr, stream, epoch, layout)
+        source = stream % layout.world_size
+        count = wait_ge(signals_ptr + stream, announced, watchdog_ptr, WAIT_COUNT, source) - announced
+        expected = tl.load(before_ptr + stream) + count
+        wait_ge(signals_ptr + layout.arrivals_word + stream, expected, watchdog_ptr, WAIT_ROWS, source)
+        tl.store(after_ptr + stream, expected)
+        tl.store(stream_counts_ptr + stream, count.to(tl.int32))
     _join_programs(signals_ptr, watchdog_ptr, 2 * epoch - 1, rank, layout)
     for expert in range(program, layout.local_experts, num_programs):
         count = _number_rows(received_ptr, stream_counts_ptr, positions_ptr, expert, rank, layout)
@@ -320,27 +328,6 @@ def _clear(
         tl.store(source_choice_ptr + place, none, mask=inside)
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + place, tl.zeros([block], tl.float32), mask=inside)
-
-
-@triton.jit
-def _await_stream(
-    signals_ptr: tl.tensor,
-    epochs_ptr: tl.tensor,
-    watchdog_ptr: tl.tensor,
-    stream_counts_ptr: tl.tensor,
-    stream: tl.tensor,
-    epoch: tl.tensor,
-    layout: tl.constexpr,
-) -> None:
-    """Waits for the count and then for all rows of one stream; notes the count, and where the next epoch's arrivals begin."""
-    source = stream % layout.world_size
-    announced = wait_ge(signals_ptr + stream, epoch << EPOCH_SHIFT, watchdog_ptr, WAIT_COUNT, source)
-    count = (announced - (epoch << EPOCH_SHIFT)).to(tl.int32)
-    expected_ptr = epochs_ptr + layout.expected_arrivals_word + stream
-    expected = tl.load(expected_ptr + epoch % 2 * layout.num_sources) + count
-    wait_ge(signals_ptr + layout.arrivals_word + stream, expected, watchdog_ptr, WAIT_ROWS, source)
-    tl.store(expected_ptr + (epoch + 1) % 2 * layout.num_sources, expected)
-    tl.store(stream_counts_ptr + stream, count)
 
 
 @triton.jit

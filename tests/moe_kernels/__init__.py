@@ -1,0 +1,1 @@
+"""The four kernels on the simulator and the emulation: rows, sums, protocol, planted faults."""
