@@ -68,6 +68,7 @@ def patches() -> list[tuple[Any, str, Any]]:
 
 #: Types for which two operands need no conversion, whatever the operation.
 _PLAIN = frozenset(("int32", "int64", "fp32", "int1"))
+_INT32 = range(-(1 << 31), 1 << 31)
 
 
 def _same_shape(a: Any, b: Any) -> bool:
@@ -79,6 +80,10 @@ def _same_shape(a: Any, b: Any) -> bool:
 class FastSemantic(TritonSemantic):
     """Triton's type rules, with a short way for operands that agree already."""
 
+    def __init__(self, builder: Any) -> None:
+        super().__init__(builder)
+        self._constants: dict[Any, Any] = {}
+
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
         """Broadcasts two operands to one shape."""
         if _same_shape(lhs.type, rhs.type):
@@ -87,8 +92,35 @@ class FastSemantic(TritonSemantic):
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         """Casts and broadcasts two operands to one type."""
+        if not isinstance(lhs, core.tensor):
+            lhs = self._constant(lhs, rhs) or lhs
+        elif not isinstance(rhs, core.tensor):
+            rhs = self._constant(rhs, lhs) or rhs
         if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
-            dtype = lhs.dtype
-            if dtype is rhs.dtype and dtype.name in _PLAIN and _same_shape(lhs.type, rhs.type):
-                return lhs, rhs
+            left, right = lhs.dtype, rhs.dtype
+            same = left is right and left.name in _PLAIN
+            # An offset is added to a pointer as it is; args[0] says that the left operand may be one.
+            if same or (args and args[0] and left.is_ptr() and right.name in ("int32", "int64")):
+                return self._spread(lhs, rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
+
+    def _constant(self, value: Any, other: Any) -> Any:
+        """A scalar of the type of ``other``, where Python's number takes that type without any rule; else None."""
+        name = other.dtype.name if isinstance(other, core.tensor) else ""
+        fits = name in ("int32", "int64") and type(value) is int and value in _INT32
+        if not fits and not (name == "fp32" and type(value) is float):
+            return None
+        key = (name, value, math.copysign(1.0, value))
+        if key not in self._constants:
+            self._constants[key] = self.scalar_constant(value, dtype=other.dtype)
+        return self._constants[key]
+
+    def _spread(self, lhs: Any, rhs: Any) -> Any:
+        """Gives both operands of an elementwise operation one type; numpy broadcasts a scalar's data by itself."""
+        if _same_shape(lhs.type, rhs.type):
+            return lhs, rhs
+        if not rhs.type.is_block():
+            return lhs, core.tensor(rhs.handle, core.block_type(rhs.dtype, lhs.type.shape))
+        if not lhs.type.is_block():
+            return core.tensor(lhs.handle, core.block_type(lhs.dtype, rhs.type.shape)), rhs
+        return super().broadcast_impl_value(lhs, rhs)
