@@ -41,6 +41,7 @@ class AllToAll:
         hidden_dim_bytes: int,
         hidden_dim_scale_bytes: int,
         backend: str | None = None,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> Self:
         """For ranks of one machine.
@@ -56,6 +57,7 @@ class AllToAll:
             hidden_dim_bytes: bytes of a row, 1, 2 or 4 times ``hidden_dim``.
             hidden_dim_scale_bytes: bytes of a row's float32 block scales; 0 for none.
             backend: registry row; None for the environment's choice, or else the first usable.
+            timeout_s: seconds after which a wait for other ranks ends in an error that names them.
             options: of the backend, such as ``group``.
         """
         itemsize, rest = divmod(hidden_dim_bytes, hidden_dim)
@@ -73,12 +75,13 @@ class AllToAll:
             dp_size=dp_size,
             in_dtype=_IN_DTYPES[itemsize],
             scale_block=_scale_block(hidden_dim, hidden_dim_scale_bytes),
+            timeout_s=timeout_s,
         )
         return cls(open_exchange(config, backend, **options))
 
     @classmethod
     def internode(cls, **arguments: Any) -> Self:
-        """For ranks of several machines; takes the same arguments as :meth:`intranode`, and the backend sees to the rest."""
+        """For ranks of several machines: the same arguments as :meth:`intranode`; the backend sees to the rest."""
         return cls.intranode(**arguments)
 
     def dispatch(

@@ -18,8 +18,8 @@ from ops.moe_comm_gpu.contract import Config
 class Ranks:
     """The ranks of one exchange.
 
-    What is on the host goes through a gloo group of its own, so that it has its own timeout and never meets the caller's
-    traffic. What is on GPUs goes through the caller's group; by then every rank has arrived.
+    What is on the host goes through a gloo group of its own, so that it has its own timeout and never meets the
+    caller's traffic. What is on GPUs goes through the caller's group; by then every rank has arrived.
 
     Args:
         config: of the exchange.
