@@ -1,13 +1,11 @@
-"""The exchange made of the four kernels, over whatever runs them: a GPU with NVSHMEM, the simulator or the emulation."""
+"""The exchange made of the four kernels, over what runs them: a GPU with NVSHMEM, the simulator or the emulation."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton.language as tl
@@ -17,10 +15,11 @@ from ops.moe_comm_gpu import contract
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.device.runtime import Runtime
+from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
 from ops.moe_comm_gpu.kernels import combine, dispatch
 from ops.moe_comm_gpu.kernels.common import WAIT_NAMES
-from ops.moe_comm_gpu.kernels.layout import WORD_BYTES, Layout
+from ops.moe_comm_gpu.kernels.layout import REGION_ALIGNMENT, Layout
 
 _NUM_WARPS = 8
 _KERNEL_TYPES = {
@@ -35,7 +34,7 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 @dataclass(eq=False)
 class BufferSet:
-    """The memory of one batch; regions are views of ``memory``, which is symmetric, but for ``epochs``, which is local."""
+    """The memory of one batch; all but ``epochs``, which is local, are views of ``memory``, which is symmetric."""
 
     memory: Tensor
     signals: Tensor
@@ -108,13 +107,18 @@ class KernelExchange(Exchange):
         memory = self._runtime.allocate(layout.symmetric_bytes, f"exchange buffer set {index}")
         return BufferSet(
             memory=memory,
+            signals=_region(memory, layout, "signals").view(torch.int64),
+            send=_region(memory, layout, "send"),
+            received=_region(memory, layout, "received"),
+            return_staging=_region(memory, layout, "return_staging"),
+            returned=_region(memory, layout, "returned"),
             epochs=torch.zeros(layout.num_local_words, dtype=torch.int64, device=self._runtime.device),
-            **_regions(memory, layout),
         )
 
     def _dispatch_send(self, request: DispatchRequest) -> Batch:
+        self._arrive("dispatch")
         self._raise_overflow()
-        layout = self._call_layout(dispatch_itemsize=request.row_dtype.itemsize)
+        layout = _replaced(self._layout, dispatch_itemsize=request.row_dtype.itemsize)
         batch = self._new_batch(layout)
         quantise = request.tokens.dtype != request.row_dtype
         self._launch(
@@ -166,11 +170,12 @@ class KernelExchange(Exchange):
         self._raise_overflow()
 
     def _combine_send(self, request: CombineRequest) -> Layout:
+        self._arrive("combine")
         self._raise_overflow()
         batch: Batch = request.handle.state
         late = request.weights is not None and not request.weights_sent
         layout = dataclasses.replace(
-            self._call_layout(combine_itemsize=request.expert_rows.dtype.itemsize),
+            _replaced(self._layout, combine_itemsize=request.expert_rows.dtype.itemsize),
             dispatch_itemsize=batch.layout.dispatch_itemsize,
             return_pairs=self._layout.return_pairs or late,
         )
@@ -229,23 +234,25 @@ class KernelExchange(Exchange):
 
     # Helpers.
 
+    def _arrive(self, call: str) -> None:
+        """Notes that this rank has come to its next call; for the words of an error elsewhere."""
+
+    def _explained(self, call: str, error: Exception) -> Exception:
+        """The error to raise for a wait that took too long."""
+        return error
+
     def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
-        with self._breaks_on_error():
-            self._runtime.launch(kernel, (self._num_programs,), *args, num_warps=_NUM_WARPS, label=label, **constants)
-
-    @contextlib.contextmanager
-    def _breaks_on_error(self) -> Iterator[None]:
-        """After an error inside a kernel the ranks disagree about what was sent: nothing may follow but release."""
         if self._broken:
-            raise RuntimeError("exchange: an earlier call failed between the ranks; close it and make a new one")
+            raise RuntimeError(f"{label}: an earlier call failed between the ranks; close the exchange, make a new one")
+        grid = (self._num_programs,)
         try:
-            yield
-        except BaseException:
+            self._runtime.launch(kernel, grid, *args, num_warps=_NUM_WARPS, label=label, **constants)
+        except BaseException as error:
+            # The ranks now disagree about what was sent: nothing may follow but release.
             self._broken = True
+            if isinstance(error, WaitTimeoutError):
+                raise self._explained(label, error) from error
             raise
-
-    def _call_layout(self, **itemsize: int) -> Layout:
-        return _replaced(self._layout, **itemsize)
 
     def _new_batch(self, layout: Layout) -> Batch:
         buffers = next(candidate for candidate in self._sets if not candidate.busy)
@@ -260,15 +267,14 @@ class KernelExchange(Exchange):
         )
 
     def _return_regions(self, buffers: BufferSet, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Where results are staged and where they land; allocated on first use if they are not of the exchange's mode."""
+        """Where results are staged and land; allocated on first use if they return in another way than the mode's."""
         if layout.return_pairs == self._layout.return_pairs:
             return buffers.return_staging, buffers.returned
-        pairs = _replaced(self._layout, return_pairs=True).regions
-        staged = pairs["return_staging"][1]
+        staged, landed = _pair_bytes(self._layout)
         if buffers.late_memory is None:
-            num_bytes = contract.round_up(staged, 256) + pairs["returned"][1]
-            buffers.late_memory = self._runtime.allocate(num_bytes, "rows in pairs, for weights first given to combine")
-        return buffers.late_memory[:staged], buffers.late_memory[contract.round_up(staged, 256) :]
+            name = "rows in pairs, for weights first given to combine"
+            buffers.late_memory = self._runtime.allocate(staged + landed, name)
+        return buffers.late_memory[:staged], buffers.late_memory[staged:]
 
     def _raise_overflow(self) -> None:
         needed = int(self._overflow[0])
@@ -276,13 +282,13 @@ class KernelExchange(Exchange):
             self._broken = True
             unit = "rows in all" if self._layout.contiguous else "rows of one expert"
             raise ValueError(
-                f"capacity: rank {self.config.rank} received {needed} {unit}, the capacity is {self._layout.capacity}; make the "
-                f"exchange with a larger capacity"
+                f"capacity: rank {self.config.rank} received {needed} {unit}, has room for {self._layout.capacity}; "
+                f"make the exchange with a larger capacity"
             )
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """A contiguous tensor ``[..., D]`` seen as the widest integers, of 4 bytes at most, that its rows and address allow."""
+    """A contiguous tensor ``[..., D]`` as the widest integers, of 4 bytes at most, that rows and address allow."""
     row_bytes, width = tensor.shape[-1] * tensor.element_size(), tensor.element_size()
     fits = (t for size, t in _WORDS if size >= width and row_bytes % size == 0 and tensor.data_ptr() % size == 0)
     dtype = next(fits)
@@ -291,15 +297,26 @@ def as_words(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _replaced(layout: Layout, **changes: int) -> Layout:
+def _replaced(layout: Layout, **changes: Any) -> Layout:
     return dataclasses.replace(layout, **changes)
 
 
-def _regions(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The named views of a set's symmetric memory."""
-    views = {name: memory[offset : offset + size] for name, (offset, size) in layout.regions.items()}
-    assert views["signals"].data_ptr() % WORD_BYTES == 0
-    return views | {"signals": views["signals"].view(torch.int64)}
+def _region(memory: Tensor, layout: Layout, name: str) -> Tensor:
+    offset, size = layout.regions[name]
+    return memory[offset : offset + size]
+
+
+def _pair_bytes(layout: Layout) -> tuple[int, int]:
+    """Memory of a set for results in pairs: where they are staged, where they land."""
+    regions = _replaced(layout, return_pairs=True).regions
+    return contract.round_up(regions["return_staging"][1], REGION_ALIGNMENT), regions["returned"][1]
+
+
+def most_symmetric_bytes(config: Config) -> int:
+    """Symmetric memory that an exchange of this configuration may come to need on each rank."""
+    layout = Layout.of(config)
+    late = 0 if layout.return_pairs else contract.round_up(sum(_pair_bytes(layout)), REGION_ALIGNMENT)
+    return config.num_buffer_sets * (layout.symmetric_bytes + late)
 
 
 def _host_visible_words(number: int, device: torch.device) -> Tensor:
@@ -315,7 +332,8 @@ def _checked_num_programs(num_programs: int | None, runtime: Runtime) -> int:
         raise TypeError(f"num_programs: expected an int, got {type(num_programs).__name__}")
     if not 1 <= num_programs <= most:
         raise ValueError(
-            f"num_programs: expected 1 to {most}, what is resident at once (programs wait for one another), got {num_programs}"
+            f"num_programs: expected 1 to {most}, which is what is resident at once, got {num_programs}; "
+            f"programs wait for one another"
         )
     return num_programs
 

@@ -122,7 +122,6 @@ def test_planted_fault_is_caught(mode: str, name: str) -> None:
         except (SimulationError, AssertionError) as error:
             caught.append(f"seed {seed}: {type(error).__name__}: {error}")
             break
-    print(*caught)
     assert caught, f"{name}: passed with seeds {list(SEEDS)}"
 
 

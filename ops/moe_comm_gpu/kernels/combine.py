@@ -1,10 +1,12 @@
 """Combine: the experts' rows travel back to the ranks of their tokens' group and are summed.
 
-Send: each rank tells every other that its receive buffer is free, sums a received row's results with their weights in float32
-(or leaves them apart, in pairs) and puts them into places at the source that only they have. Nothing is awaited.
+Send: each rank tells every other that its receive buffer is free, sums a received row's results with their weights in
+float32 (or leaves them apart, in pairs) and puts them into places at the source that only they have. Nothing is
+awaited.
 
-Receive: a token's rows are awaited and summed in float32, in the order of their places; then every rank's flag is awaited, the
-only barrier. The letters are those of :mod:`ops.moe_comm_gpu.kernels.layout`; ``docs/moe_comm.md`` has the protocol.
+Receive: a token's rows are awaited and summed in float32, in the order of their places; then every rank's flag is
+awaited, the only barrier. The letters are those of :mod:`ops.moe_comm_gpu.kernels.layout`; ``docs/moe_comm.md`` has
+the protocol.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def as_float32(pointer: tl.tensor) -> tl.tensor:
 def choices_of(
     ids_ptr: tl.tensor, placement_ptr: tl.tensor, tokens: tl.tensor, num_tokens: tl.tensor, layout: tl.constexpr
 ) -> tl.tensor:
-    """Physical experts ``[len(tokens), choice_block]`` int32 of some tokens; -1 for dropped choices and absent tokens."""
+    """Physical experts ``[len(tokens), choice_block]`` int32; -1 for dropped choices and absent tokens."""
     choice = tl.arange(0, layout.choice_block)
     present = (tokens < num_tokens)[:, None] & (choice < layout.choices)[None, :]
     offsets = tokens.to(tl.int64)[:, None] * layout.choices + choice[None, :]

@@ -1,10 +1,11 @@
 """Dispatch: tokens travel to the ranks of their experts.
 
-Send: each rank counts the rows for every destination, announces the count with one signal, packs each of its tokens once and
-puts the row into a place at every destination that only this rank writes. Nothing is awaited.
+Send: each rank counts the rows for every destination, announces the count with one signal, packs each of its tokens
+once and puts the row into a place at every destination that only this rank writes. Nothing is awaited.
 
-Receive: counts and rows are awaited, rows are numbered by (expert, source rank, token, choice) and copied to where the grouped
-matrix product wants them. The letters are those of :mod:`ops.moe_comm_gpu.kernels.layout`; ``docs/moe_comm.md`` has the protocol.
+Receive: counts and rows are awaited, rows are numbered by (expert, source rank, token, choice) and copied to where the
+grouped matrix product wants them. The letters are those of :mod:`ops.moe_comm_gpu.kernels.layout`;
+``docs/moe_comm.md`` has the protocol.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _pack(
 
 @triton.jit
 def _quantise(row_ptr: tl.tensor, token_ptr: tl.tensor, layout: tl.constexpr, row_type: tl.constexpr) -> None:
-    """Writes a token as fp8 with one float32 scale a block: ``scale = max |x| / largest`` (1 for zeros), ``x / scale``."""
+    """Writes a token as fp8 with a float32 scale a block: ``scale = max |x| / largest`` (1 for zeros), ``x / scale``."""
     largest: tl.constexpr = 448.0 if row_type == tl.float8e4nv else 57344.0
     width: tl.constexpr = triton.next_power_of_2(layout.scale_block)
     height: tl.constexpr = max(1, min(triton.next_power_of_2(layout.num_scales), 4096 // width))
@@ -249,8 +250,8 @@ def dispatch_receive(
         source_choice_ptr: out, ``[N]`` int32.
         row_weights_ptr: out, ``[N]`` float32, 0 where there is no row; or None.
         stream_counts_ptr: out, rows of each stream ``[B, R]`` int32, for combine.
-        positions_ptr: out, expert row of each choice of each received row ``[B, R, U, J]`` int32; ``ELSEWHERE`` for the choices
-            of other streams and ranks, ``NO_ROOM`` past the capacity.
+        positions_ptr: out, expert row of each choice of each received row ``[B, R, U, J]`` int32; ``ELSEWHERE`` for
+            the choices of other buckets and ranks, ``NO_ROOM`` past the capacity.
         row_tokens_ptr: out, index in its group's batch of the token of each received row ``[B, R, U]`` int32.
         overflow_ptr: out, the capacity that would have held the rows, only written if they do not fit; int64.
         rank: this rank.

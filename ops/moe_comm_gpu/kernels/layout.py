@@ -1,14 +1,16 @@
 """Sizes and byte offsets of the memory that the four kernels share: every formula, once.
 
-A *buffer set* is what one batch needs from dispatch to the end of combine. Part of it is symmetric memory, which other ranks
-write (``docs/moe_comm.md`` says who writes what when), part is local and keeps the epochs.
+A *buffer set* is what one batch needs from dispatch to the end of combine. Part of it is symmetric memory, which other
+ranks write (``docs/moe_comm.md`` says who writes what when), part is local and keeps the epochs.
 
-Letters: R ranks, dp ranks of a group, M most tokens of a group, J choices, D hidden, S scales per row, L experts of a rank,
-U = ceil(M / dp) tokens that one rank sends, B *buckets*: 1 when a token travels once to each rank, L when once to each expert.
+Letters: R ranks, dp ranks of a group, M most tokens of a group, J choices, D hidden, S scales per row, L experts of a
+rank, U = ceil(M / dp) tokens that one rank sends, B *buckets*: 1 when a token travels once to each rank, L when once to
+each expert.
 
-A dispatched row is ``payload | scales | token, J physical experts, J weights``, each part at a multiple of 16 bytes. A physical
-expert is ``rank * L + slot``, or -1 for a dropped choice. A token's results come back *summed*, one row from each rank that it
-went to, or in *pairs*, one row for each of its choices. Every offset that multiplies a row number is 64 bits wide.
+A dispatched row is ``payload | scales | token, J physical experts, J weights``, each part at a multiple of 16 bytes. A
+physical expert is ``rank * L + slot``, or -1 for a dropped choice. A token's results come back *summed*, one row from
+each rank that it went to, or in *pairs*, one row for each of its choices. Every offset that multiplies a row number is
+64 bits wide.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class Layout:
 
     @property
     def num_sources(self) -> int:
-        """Streams of rows that a rank receives, ``bucket * R + source rank``; each has a count and a counter of arrivals."""
+        """Streams of rows that a rank receives, ``bucket * R + source rank``; each has a count and an arrivals word."""
         return self.buckets * self.world_size
 
     @property
@@ -123,7 +125,7 @@ class Layout:
 
     @property
     def returns(self) -> int:
-        """Places for the rows that come back for one token: one for each choice, or for each rank where those are fewer."""
+        """Places for the rows that come back for one token: for each choice, or each rank where those are fewer."""
         return self.choices if self.return_pairs else min(self.choices, self.world_size)
 
     @property
@@ -133,7 +135,7 @@ class Layout:
 
     @property
     def num_return_staging(self) -> int:
-        """Places from which rows are sent back: one for each received row, or for each choice of each token that can arrive."""
+        """Places from which rows are sent back: for each received row, or each choice of each token that may come."""
         return self.world_size * self.share * (self.choices if self.return_pairs else 1)
 
     # Bytes of rows.

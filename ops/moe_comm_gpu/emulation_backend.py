@@ -1,0 +1,85 @@
+"""The exchange on the emulation: the GPU's kernels, on any CPU machine, with a process for each rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ops.moe_comm_gpu.agreement import Ledger
+from ops.moe_comm_gpu.contract import Config
+from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime, create_heap_file
+from ops.moe_comm_gpu.kernel_exchange import KernelExchange, most_symmetric_bytes
+
+_SLACK_BYTES = 1 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Exchange(KernelExchange):
+    """Dispatch and combine with the kernels of the GPU under Triton's interpreter; right, and slow.
+
+    Args:
+        config: of the exchange.
+        group: torch.distributed process group of its ``world_size`` ranks; None for the default one. A world of one
+            needs none.
+        num_programs: programs of each kernel; they run in turns, so fewer are faster.
+        direct: write to other ranks with plain stores in place of puts.
+        heap_bytes: size of each rank's symmetric heap; None takes ``NVSHMEM_SYMMETRIC_SIZE``, or else what is needed.
+    """
+
+    name: ClassVar[str] = "nvshmem_emulated"
+
+    def __init__(
+        self,
+        config: Config,
+        group: Any = None,
+        *,
+        num_programs: int = 2,
+        direct: bool = False,
+        heap_bytes: int | None = None,
+    ) -> None:
+        self._ledger = Ledger(config, group) if config.world_size > 1 else None
+        if heap_bytes is None:
+            heap_bytes = _heap_bytes_wanted() or most_symmetric_bytes(config) + _SLACK_BYTES
+        path = self._shared_path(heap_bytes)
+        try:
+            runtime = EmulatedRuntime(config.rank, config.world_size, path, timeout_s=config.timeout_s)
+            super().__init__(config, runtime, num_programs=num_programs, direct=direct)
+        finally:
+            if config.rank == 0:
+                Path(path).unlink(missing_ok=True)
+
+    def _shared_path(self, heap_bytes: int) -> str:
+        """The heap's file, made by rank 0."""
+        if self._ledger is None:
+            return create_heap_file(1, heap_bytes)
+        store = self._ledger.store("heap")
+        if self._ledger.rank == 0:
+            store.set("path", create_heap_file(self._ledger.world_size, heap_bytes))
+        path: bytes = store.get("path")
+        return path.decode()
+
+    def _arrive(self, call: str) -> None:
+        if self._ledger is not None:
+            self._ledger.arrive(call)
+
+    def _explained(self, call: str, error: Exception) -> Exception:
+        """Names the ranks that did not come, beside what was awaited."""
+        if self._ledger is None:
+            return error
+        explained = self._ledger.explain(call, error)
+        return type(explained)(f"{explained}; {error}")
+
+
+def _heap_bytes_wanted() -> int | None:
+    """``NVSHMEM_SYMMETRIC_SIZE`` in bytes: a number, perhaps with K, M, G or T."""
+    text = os.environ.get("NVSHMEM_SYMMETRIC_SIZE", "").strip().upper().removesuffix("B")
+    if not text:
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "")
+    try:
+        return int(float(number) * _UNITS[unit])
+    except ValueError:
+        raise ValueError(
+            f"NVSHMEM_SYMMETRIC_SIZE: expected bytes, with K, M, G or T if you like, got {text!r}"
+        ) from None
