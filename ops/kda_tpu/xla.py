@@ -14,61 +14,78 @@ The gradient is in :mod:`ops.kda_tpu.xla_backward`; it has no derivative of its 
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 
 from ops.kda_tpu import contract, gates, xla_backward
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.xla_chunks import (
-    chunk_decay,
-    decay_factors,
+    CHUNK,
     find_segments,
     from_chunks,
     from_steps,
+    grouping,
+    load_group,
+    own_rows,
     product,
-    run_states,
+    run_steps,
     scores_and_inverse,
-    to_chunks,
+    step_decay,
     to_steps,
 )
 
+Outputs = tuple[jax.Array, jax.Array]
+
 
 @jax.jit
-def _run(problem: Problem) -> tuple[jax.Array, jax.Array]:
+def _run(problem: Problem) -> Outputs:
     return _attention(gates.zero_padding(problem))
 
 
 @jax.custom_vjp
-def _attention(problem: Problem) -> tuple[jax.Array, jax.Array]:
-    return _forward(problem)[0]
+def _attention(problem: Problem) -> Outputs:
+    return _forward(problem, save=False)[0]
 
 
-def _forward(problem: Problem) -> tuple[tuple[jax.Array, jax.Array], xla_backward.Residuals]:
-    segments = None
-    if problem.segment_ids is not None:
-        segments = find_segments(problem.segment_ids, problem.num_segments)
-    query, key = to_chunks(problem.query), to_chunks(problem.key)
-    if problem.use_qk_l2norm:
-        query, key = gates.l2_normalize(query)[0], gates.l2_normalize(key)[0]
-    query = query * problem.scale
-    value = to_chunks(problem.value)
-    beta = jnp.maximum(to_chunks(problem.beta[..., None]), xla_backward.SMALLEST_BETA)
-    factors = decay_factors(jnp.exp(to_chunks(gates.log_decay(problem))), segments)
-    scores, inverse = scores_and_inverse(query, key, beta, factors, segments)
-    prefix, suffix = factors[-1]
-    u = product("...ij,...jv->...iv", inverse, beta * value)
-    minus_w = product("...ij,...jk->...ik", inverse, (-beta * key) * prefix)
-    v_new, states, final_state = run_states(
-        problem.initial_state, (u, minus_w, key * suffix, chunk_decay(prefix, segments)), segments
+def _forward(problem: Problem, save: bool) -> tuple[Outputs, xla_backward.Residuals | None]:
+    H, B, T, _ = problem.query.shape
+    cut = grouping(H, B, T)
+    segments = find_segments(problem, cut.num_chunks)
+
+    def prepare(index: jax.Array) -> tuple[jax.Array, ...]:
+        group = load_group(problem, cut, index, segments)
+        scores, inverse = scores_and_inverse(group)
+        u = product("...ij,...jv->...iv", inverse, group.beta * cut.tokens(problem.value, index))
+        minus_w = product("...ij,...jk->...ik", inverse, -group.beta * group.key_in)
+        weights = jnp.concatenate([minus_w, group.query_in], axis=-2)
+        prefix = group.factors[-1][0]
+        return scores, inverse, u, weights, group.key_out, prefix if segments else prefix[..., -1:, :]
+
+    scores, inverse, u, weights, key_out, prefix = cut.over(prepare)
+
+    def step(h: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        u, weights, key_out, scores, decay = row
+        from_state = product("hbik,hbkv->hbiv", weights, h)
+        v_new = u + from_state[..., :CHUNK, :]
+        output = from_state[..., CHUNK:, :] + product("hbij,hbjv->hbiv", scores, v_new)
+        after = decay * h + product("hbik,hbiv->hbkv", key_out, v_new)
+        return after, (output, v_new, h) if save else (output,)
+
+    rows = (
+        own_rows(u, segments),
+        own_rows(weights, segments),
+        to_steps(key_out, segments),
+        to_steps(scores, segments),
+        step_decay(prefix, segments),
     )
-    output = product("...ik,...kv->...iv", to_steps(query * prefix, segments), states)
-    output = from_steps(output, segments) + product("...ij,...jv->...iv", scores, v_new)
-    output = from_chunks(output, problem.query.shape[2]).astype(problem.value.dtype)
-    residuals = xla_backward.Residuals(problem, v_new, states, scores, inverse)
-    return (output, final_state), residuals
+    final_state, (output, *kept) = run_steps(step, problem.initial_state, rows, segments)
+    output = from_chunks(from_steps(output, segments), T).astype(problem.value.dtype)
+    if not save:
+        return (output, final_state), None
+    v_new, states = kept
+    return (output, final_state), xla_backward.Residuals(problem, from_steps(v_new, segments), states, scores, inverse)
 
 
-_attention.defvjp(_forward, xla_backward.backward)
+_attention.defvjp(lambda problem: _forward(problem, save=True), xla_backward.backward)
 
 kimi_delta_attention = contract.backend(_run)

@@ -19,6 +19,7 @@ decaying gates keep their relative precision, and the pair i = j, which no decay
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +30,21 @@ from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.xla_chunks import (
     CHUNK,
     LEVELS,
-    Segments,
-    chunk_decay,
-    decay_factors,
+    Group,
     find_segments,
     from_chunks,
     from_steps,
+    grouping,
     halves,
     join,
+    load_group,
+    only_within_segments,
     own_rows,
     product,
-    run_states,
-    same_segment,
-    to_chunks,
+    run_steps,
+    step_decay,
     to_steps,
 )
-
-#: Smallest write strength; the gradient divides by it. It changes a state by less than one float32 rounding.
-SMALLEST_BETA = 2.0**-50
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +53,7 @@ class Residuals:
     """What the forward pass keeps.
 
     Attributes:
-        problem: the call, padding zeroed.
+        problem: the call, with zeros in padding.
         v_new: [S, H, B, C, V] what each token writes.
         states: [M, H, B, K, V] state on entry of each step.
         scores: [S, H, B, C, C] Aqk with scale.
@@ -71,73 +69,128 @@ class Residuals:
 
 def backward(residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Problem]:
     """Gradient of every array of the problem."""
-    problem, v_new, states = residuals.problem, residuals.v_new, residuals.states
-    T = problem.query.shape[2]
-    segments = None
-    if problem.segment_ids is not None:
-        segments = find_segments(problem.segment_ids, problem.num_segments)
-    query, key = to_chunks(problem.query), to_chunks(problem.key)
-    if problem.use_qk_l2norm:
-        (query, query_reciprocal), (key, key_reciprocal) = gates.l2_normalize(query), gates.l2_normalize(key)
-    beta = jnp.maximum(to_chunks(problem.beta[..., None]), SMALLEST_BETA)
-    decay = jnp.exp(to_chunks(gates.log_decay(problem)))
-    factors = decay_factors(decay, segments)
-    prefix, suffix = factors[-1]
-    query = query * problem.scale
-    d_output = to_chunks(cotangents[0])
+    problem, d_output = residuals.problem, cotangents[0]
+    H, B, T, _ = problem.query.shape
+    cut = grouping(H, B, T)
+    segments = find_segments(problem, cut.num_chunks)
 
-    query_in, key_in, key_out = query * prefix, key * prefix, key * suffix
-    x = product("...ij,...iv->...jv", residuals.scores, d_output)
-    d_from_output = product("...ij,...iv->...jv", residuals.inverse, x)
-    d_from_state = product("...ij,...ik->...jk", residuals.inverse, key_out)
-    step_decay = chunk_decay(prefix, segments)
-    d_state_output = product("...ik,...iv->...kv", to_steps(query_in, segments), own_rows(d_output, segments))
-    dvb, d_states, d_initial_state = run_states(
-        cotangents[1],
-        (d_from_output, d_from_state, -beta * key_in, step_decay, d_state_output),
-        segments,
-        reverse=True,
+    def prepare(index: jax.Array) -> tuple[jax.Array, ...]:
+        group = load_group(problem, cut, index, segments)
+        inverse, d_out = cut.chunks(residuals.inverse, index), cut.tokens(d_output, index)
+        x = product("...ij,...iv->...jv", cut.chunks(residuals.scores, index), d_out)
+        d_from_output = product("...ij,...iv->...jv", inverse, x)
+        d_from_state = product("...ij,...ik->...jk", inverse, group.key_out)
+        readout = jnp.concatenate([group.query_in, -group.beta * group.key_in], axis=-2)
+        prefix = group.factors[-1][0]
+        return d_out, d_from_output, d_from_state, readout, prefix if segments else prefix[..., -1:, :]
+
+    d_out, d_from_output, d_from_state, readout, prefix = cut.over(prepare)
+
+    def step(d_after: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        d_out, d_from_output, d_from_state, readout, decay, h = row
+        dvb = d_from_output + product("hbik,hbkv->hbiv", d_from_state, d_after)
+        d_before = product("hbik,hbiv->hbkv", readout, jnp.concatenate([d_out, dvb], axis=-2))
+        through = decay[..., 0] * jnp.sum(h * d_after, axis=-1)
+        return decay * d_after + d_before, (dvb, d_after, through)
+
+    rows = (
+        own_rows(d_out, segments),
+        own_rows(d_from_output, segments),
+        own_rows(d_from_state, segments),
+        to_steps(readout, segments),
+        step_decay(prefix, segments),
+        residuals.states,
     )
+    d_initial_state, (dvb, d_states, through) = run_steps(step, cotangents[1], rows, segments, reverse=True)
+    # What the steps know and the chunks need; every token takes the rows of its own step.
+    dvb = from_steps(dvb, segments)
+    spread = jnp.broadcast_to(through[..., None, :], (*through.shape[:3], CHUNK, through.shape[3]))
+    from_states = (
+        from_steps(product("...iv,...kv->...ik", rows[0], residuals.states), segments),
+        from_steps(product("...iv,...kv->...ik", to_steps(dvb, segments), residuals.states), segments),
+        from_steps(product("...iv,...kv->...ik", to_steps(residuals.v_new, segments), d_states), segments),
+        from_steps(spread, segments),
+    )
+
+    def finish(index: jax.Array) -> tuple[jax.Array, ...]:
+        group = load_group(problem, cut, index, segments)
+        chunks = functools.partial(cut.chunks, group=index)
+        return _group_gradients(
+            problem, group, cut.tokens(d_output, index), chunks(dvb), chunks(residuals.v_new), *map(chunks, from_states)
+        )
+
+    gradients = cut.over(finish)
+    return (_gradients(problem, *(from_chunks(x, T) for x in gradients), d_initial_state),)
+
+
+def _group_gradients(
+    problem: Problem,
+    group: Group,
+    d_output: jax.Array,
+    dvb: jax.Array,
+    v_new: jax.Array,
+    d_query_state: jax.Array,
+    dvb_state: jax.Array,
+    d_key_state: jax.Array,
+    through: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of query, key, value, log decay and beta [S, H, B, C, ...] for one group.
+
+    Args:
+        problem: the call.
+        group: its inputs.
+        d_output: dO.
+        dvb: d_value / beta.
+        v_new: what each token writes.
+        d_query_state: dO h^T.
+        dvb_state: dvb h^T.
+        d_key_state: v_new dh'^T.
+        through: what each decay gains by the pair (state entering, state leaving).
+    """
+    query, key, beta = group.query, group.key, group.beta
+    prefix, suffix = group.factors[-1]
     d_value = beta * dvb
-    d_beta = jnp.sum(dvb * (v_new / beta), axis=-1)
-
-    # Pairs of a token and the state entering or leaving its chunk.
-    d_query_in = prefix * from_steps(product("...iv,...kv->...ik", to_steps(d_output, segments), states), segments)
-    d_key_in = -prefix * from_steps(product("...iv,...kv->...ik", to_steps(d_value, segments), states), segments)
-    d_key_out = suffix * from_steps(product("...iv,...kv->...ik", to_steps(v_new, segments), d_states), segments)
-    through = step_decay[..., 0] * jnp.sum(states * d_states, axis=-1)  # [M, H, B, K]
-    d_decay = _crossing_sums(query * d_query_in + key * d_key_in, key * d_key_out, segments)
-    d_decay += from_steps(
-        jnp.broadcast_to(through[..., None, :], (*through.shape[:-1], CHUNK, through.shape[-1])), segments
-    )
-
-    d_query_pairs, d_key_pairs, d_decay_pairs = _pairs(query, key, factors, d_output, d_value, v_new, segments)
+    d_beta = jnp.sum(dvb * (v_new / beta), axis=-1, keepdims=True)
+    d_query_in = prefix * d_query_state
+    d_key_in = -prefix * (beta * dvb_state)
+    d_key_out = suffix * d_key_state
+    d_decay = through + _chunk_sums(query * d_query_in + key * d_key_in, key * d_key_out, group.slot)
+    d_query, d_key, d_decay_pairs = _pairs(group, d_output, d_value, v_new)
     diagonal = jnp.sum(d_output * v_new, axis=-1, keepdims=True)
-    d_query = problem.scale * (d_query_in + d_query_pairs + diagonal * key)
-    d_key = d_key_in + d_key_out + d_key_pairs + diagonal * query
-    d_decay += d_decay_pairs
+    d_query = problem.scale * (d_query + d_query_in + diagonal * key)
+    d_key = d_key + d_key_in + d_key_out + diagonal * query
     if problem.use_qk_l2norm:
-        d_query = gates.l2_normalize_backward(query / problem.scale, query_reciprocal, d_query)
-        d_key = gates.l2_normalize_backward(key, key_reciprocal, d_key)
-    return (_gradients(problem, d_query, d_key, d_value, d_decay, d_beta, d_initial_state, T),)
+        d_query = gates.l2_normalize_backward(query / problem.scale, group.query_reciprocal, d_query)
+        d_key = gates.l2_normalize_backward(key, group.key_reciprocal, d_key)
+    return d_query, d_key, d_value, d_decay + d_decay_pairs, d_beta
 
 
-def _gradients(problem: Problem, d_query, d_key, d_value, d_decay, d_beta, d_initial_state, T) -> Problem:
-    d_gate, d_a_log, d_bias = from_chunks(d_decay, T), None, None
+def _gradients(
+    problem: Problem,
+    d_query: jax.Array,
+    d_key: jax.Array,
+    d_value: jax.Array,
+    d_gate: jax.Array,
+    d_beta: jax.Array,
+    d_initial_state: jax.Array,
+) -> Problem:
+    """The problem's cotangent, in the types of its inputs, from float32 gradients; ``d_gate`` is of the log decay."""
+    d_a_log = d_bias = None
+    ids = problem.segment_ids
     if problem.use_gate_in_kernel:
-        if problem.segment_ids is not None:
-            d_gate = jnp.where((problem.segment_ids > 0)[None, :, :, None], d_gate, 0)
+        assert problem.a_log is not None
+        if ids is not None:
+            d_gate = jnp.where((ids > 0)[None, :, :, None], d_gate, 0)
         d_gate, d_a_log, d_bias = gates.activate_backward(
             problem.gate, problem.a_log, problem.delta_time_bias, problem.lower_bound, d_gate
         )
-    ids = problem.segment_ids
     return dataclasses.replace(
         problem,
-        query=from_chunks(d_query, T).astype(problem.query.dtype),
-        key=from_chunks(d_key, T).astype(problem.key.dtype),
-        value=from_chunks(d_value, T).astype(problem.value.dtype),
+        query=d_query.astype(problem.query.dtype),
+        key=d_key.astype(problem.key.dtype),
+        value=d_value.astype(problem.value.dtype),
         gate=d_gate.astype(problem.gate.dtype),
-        beta=from_chunks(d_beta[..., None], T)[..., 0].astype(problem.beta.dtype),
+        beta=d_beta[..., 0].astype(problem.beta.dtype),
         a_log=d_a_log,
         delta_time_bias=d_bias,
         initial_state=d_initial_state,
@@ -145,47 +198,49 @@ def _gradients(problem: Problem, d_query, d_key, d_value, d_decay, d_beta, d_ini
     )
 
 
-def _crossing_sums(entering: jax.Array, leaving: jax.Array, segments: Segments | None) -> jax.Array:
+def _chunk_sums(entering: jax.Array, leaving: jax.Array, slot: jax.Array | None) -> jax.Array:
     """Per token t, in its segment and chunk: sum of ``entering`` from t on, and of ``leaving`` before t."""
     later = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))  # [t, i], i >= t
     earlier = 1 - later  # [t, j], j < t
-    if segments is not None:
-        slot = segments.slot[..., None]
-        same = slot == jnp.swapaxes(slot, -1, -2)
+    if slot is not None:
+        same = slot[..., None] == slot[..., None, :]
         later, earlier = jnp.where(same, later, 0), jnp.where(same, earlier, 0)
-    weights = jnp.concatenate([later, earlier], axis=-1)
-    rows = jnp.concatenate([entering, leaving], axis=-2)
-    weights = jnp.broadcast_to(weights, (*rows.shape[:3], *weights.shape[-2:]))
+    return _weighted(jnp.concatenate([later, earlier], axis=-1), jnp.concatenate([entering, leaving], axis=-2))
+
+
+def _crossing_sums(lower: jax.Array, upper: jax.Array) -> jax.Array:
+    """Halves [..., n, m, K] of blocks to sums [..., n * 2m, K] over the pairs that cross each token's decay.
+
+    Token t of an upper half is crossed by its tokens from t on, one of a lower half by the tokens before t.
+    """
+    *lead, n, m, K = upper.shape
+    later = jnp.triu(jnp.ones((m, m), jnp.float32))
+    weights = jnp.block([[1 - later, jnp.zeros((m, m))], [jnp.zeros((m, m)), later]])
+    return _weighted(weights, jnp.concatenate([lower, upper], axis=-2)).reshape(*lead, n * 2 * m, K)
+
+
+def _weighted(weights: jax.Array, rows: jax.Array) -> jax.Array:
+    weights = jnp.broadcast_to(weights, (*rows.shape[:-2], *weights.shape[-2:]))
     return product("...ti,...ik->...tk", weights, rows)
 
 
 def _pairs(
-    query: jax.Array,
-    key: jax.Array,
-    factors: list[tuple[jax.Array, jax.Array]],
-    d_output: jax.Array,
-    d_value: jax.Array,
-    v_new: jax.Array,
-    segments: Segments | None,
+    group: Group, d_output: jax.Array, d_value: jax.Array, v_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query (times scale), key and log decay from pairs i > j inside a chunk, level by level."""
-    d_query, d_key, d_decay = jnp.zeros_like(query), jnp.zeros_like(query), jnp.zeros_like(query)
-    for m, (prefix, suffix) in zip(LEVELS, factors, strict=False):
+    """Gradients of query (with scale), key and log decay by pairs i > j inside a chunk, level by level."""
+    query, key = group.query, group.key
+    d_query, d_key, d_decay = [], [], []
+    for m, (prefix, suffix) in zip(LEVELS, group.factors, strict=False):
         key_low, key_up = halves(key, m)
         query_up, prefix_up, suffix_low = halves(query, m)[1], halves(prefix, m)[1], halves(suffix, m)[0]
         upper = jnp.concatenate([halves(d_output, m)[1], -halves(d_value, m)[1]], axis=-2)
         corner = product("...iv,...jv->...ij", upper, halves(v_new, m)[0])
-        same = same_segment(segments, m)
-        if same is not None:
-            corner = jnp.where(jnp.concatenate([same, same], axis=-2), corner, 0)
+        corner = only_within_segments(corner, group.slot, m)
         rows = product("...ij,...jk->...ik", corner, key_low * suffix_low)
         d_query_up, d_key_up = rows[..., :m, :] * prefix_up, rows[..., m:, :] * prefix_up
         upper = jnp.concatenate([query_up * prefix_up, key_up * prefix_up], axis=-2)
         d_key_low = suffix_low * product("...ij,...ik->...jk", corner, upper)
-        later = jnp.triu(jnp.ones((m, m), jnp.float32))
-        decay_up = product("ti,...ik->...tk", later, query_up * d_query_up + key_up * d_key_up)
-        decay_low = product("tj,...jk->...tk", 1 - later, key_low * d_key_low)
-        d_query += join(jnp.zeros_like(d_query_up), d_query_up)
-        d_key += join(d_key_low, d_key_up)
-        d_decay += join(decay_low, decay_up)
-    return d_query, d_key, d_decay
+        d_query.append(join(jnp.zeros_like(d_query_up), d_query_up))
+        d_key.append(join(d_key_low, d_key_up))
+        d_decay.append(_crossing_sums(key_low * d_key_low, query_up * d_query_up + key_up * d_key_up))
+    return sum(d_query), sum(d_key), sum(d_decay)

@@ -1,12 +1,13 @@
 """Chunks of 64 tokens for the XLA path: layout, segments, decay factors, the triangular inverse.
 
 Inside, arrays are ``[S, H, B, C, D]``: S chunks first (the sequential axis), then heads H and batch rows B, the C = 64
-tokens of a chunk, and D key or value channels. Everything is float32.
+tokens of a chunk, and D key or value channels. Everything is float32. What does not depend on the state is computed for
+a group of chunks at a time, so that what lies between stays in a CPU's cache.
 
 A chunk's pairs of tokens (i, j), j < i, are covered by a binary tree: for m = 1, 2, 4, .. 32 every block of 2m tokens
 pairs its upper half (i) with its lower half (j). With R the last token of the lower half, the decay between them is
 
-    exp(g_{j+1} + .. + g_i) = prefix_i suffix_j,   prefix_i = exp(g_{R+1} + .. + g_i),  suffix_j = exp(g_{j+1} + .. + g_R)
+    exp(g_{j+1} + .. + g_i) = prefix_i suffix_j     prefix_i = exp(g_{R+1} + .. + g_i)   suffix_j = exp(g_{j+1} + .. + g_R)
 
 and no factor exceeds 1, whatever the gate. Both factors of 2m tokens are products of those of m tokens, so one exp per
 gate is all, nothing is ever divided, and a token's result never depends on a later one, not even by rounding.
@@ -15,12 +16,72 @@ gate is all, nothing is ever divided, and a token's result never depends on a la
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from ops.kda_tpu import gates
+from ops.kda_tpu.contract import Problem
+
 CHUNK = 64
 LEVELS = (1, 2, 4, 8, 16, 32)
+#: Smallest write strength; the gradient divides by it. It changes a state by less than one float32 rounding.
+SMALLEST_BETA = 2.0**-50
+
+
+#: Chunks, over all heads and batch rows, that are in flight at once: on a CPU what fits its cache, else all that matter.
+_IN_FLIGHT = {"cpu": 16}
+_IN_FLIGHT_ELSEWHERE = 8192
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """How the chunks of a problem are cut into groups of equal size; the last group is filled up with padding.
+
+    Attributes:
+        num_groups: groups, one after the other.
+        group_chunks: chunks in a group.
+    """
+
+    num_groups: int
+    group_chunks: int
+
+    @property
+    def num_chunks(self) -> int:
+        """S, the chunks of all groups."""
+        return self.num_groups * self.group_chunks
+
+    def over(self, function: Callable[[jax.Array], Result]) -> Result:
+        """``function(group)`` for every group; its results, [group_chunks, ...] each, one behind the other."""
+        if self.num_groups == 1:
+            return function(jnp.int32(0))
+        results = jax.lax.map(function, jnp.arange(self.num_groups))
+        return jax.tree.map(lambda x: x.reshape(self.num_chunks, *x.shape[2:]), results)  # type: ignore[no-any-return]
+
+    def tokens(self, x: jax.Array, group: jax.Array) -> jax.Array:
+        """The group's tokens of [H, B, T, D] as float32 [group_chunks, H, B, C, D]; zeros behind the last token."""
+        H, B, T, D = x.shape
+        length = self.group_chunks * CHUNK
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, self.num_chunks * CHUNK - T), (0, 0)])
+        x = jax.lax.dynamic_slice_in_dim(x, group * length, length, axis=2)
+        return jnp.moveaxis(x.astype(jnp.float32).reshape(H, B, -1, CHUNK, D), 2, 0)
+
+    def chunks(self, x: jax.Array, group: jax.Array) -> jax.Array:
+        """The group's chunks of [S, ...]."""
+        return jax.lax.dynamic_slice_in_dim(x, group * self.group_chunks, self.group_chunks, axis=0)
+
+
+def grouping(num_heads: int, num_batch: int, num_tokens: int) -> Grouping:
+    """The grouping for a problem of this size on the default device."""
+    num_chunks = -(-num_tokens // CHUNK)
+    in_flight = _IN_FLIGHT.get(jax.default_backend(), _IN_FLIGHT_ELSEWHERE)
+    group_chunks = max(1, min(num_chunks, in_flight // (num_heads * num_batch)))
+    num_groups = -(-num_chunks // group_chunks)
+    return Grouping(num_groups, -(-num_chunks // num_groups))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +90,6 @@ class Segments:
 
     Attributes:
         slot: [S, 1, B, C] slot of each token; padding continues the slot before it.
-        real: [S, 1, B, C] False for padding.
         step_chunk: [M, B] chunk of each step, in order; surplus steps have no tokens.
         step_slot: [M, B] slot of each step.
         step_token: [M, 1, B, C] which tokens of the chunk belong to the step.
@@ -37,23 +97,23 @@ class Segments:
     """
 
     slot: jax.Array
-    real: jax.Array
     step_chunk: jax.Array
     step_slot: jax.Array
     step_token: jax.Array
     token_step: jax.Array
 
 
-def find_segments(segment_ids: jax.Array, num_segments: int) -> Segments:
-    """The steps of ids [B, T] (zeros and a nondecreasing sequence in 1..N a row), in shapes fixed by T and N."""
-    B, T = segment_ids.shape
-    ids = jnp.pad(segment_ids, [(0, 0), (0, -T % CHUNK)])
-    length = ids.shape[1]
+def find_segments(problem: Problem, num_chunks: int) -> Segments | None:
+    """The steps of the problem's segments, in shapes fixed by T and N; None without ids."""
+    if problem.segment_ids is None:
+        return None
+    B, T = problem.segment_ids.shape
+    length = num_chunks * CHUNK
+    ids = jnp.pad(problem.segment_ids, [(0, 0), (0, length - T)])
     slot = jnp.maximum(jax.lax.cummax(ids, axis=1), 1) - 1
     starts = (slot != jnp.roll(slot, 1, axis=1)).at[:, ::CHUNK].set(True)
     token_step = jnp.cumsum(starts, axis=1) - 1
-    num_steps = length // CHUNK + min(num_segments, length) - 1
-    steps = jnp.arange(num_steps)
+    steps = jnp.arange(num_chunks + min(problem.num_segments, length) - 1)
     first = jax.vmap(lambda row: jnp.searchsorted(row, steps))(token_step)  # [B, M]; surplus steps: past the end
     first = jnp.minimum(first, length - 1)
 
@@ -61,23 +121,10 @@ def find_segments(segment_ids: jax.Array, num_segments: int) -> Segments:
         return jnp.moveaxis(x.reshape(B, -1, CHUNK), 1, 0)[:, None]
 
     step_chunk = (first // CHUNK).T
+    step_slot = jnp.take_along_axis(slot, first, axis=1).T
     token_step = chunked(token_step)
     own = jnp.take_along_axis(token_step, step_chunk[:, None, :, None], axis=0) == steps[:, None, None, None]
-    return Segments(
-        slot=chunked(slot),
-        real=chunked(ids > 0),
-        step_chunk=step_chunk,
-        step_slot=jnp.take_along_axis(slot, first, axis=1).T,
-        step_token=own,
-        token_step=token_step,
-    )
-
-
-def to_chunks(x: jax.Array) -> jax.Array:
-    """[H, B, T, D] as float32 [S, H, B, C, D]; the last chunk is filled up with zeros."""
-    H, B, T, D = x.shape
-    x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, 0), (0, -T % CHUNK), (0, 0)])
-    return jnp.moveaxis(x.reshape(H, B, -1, CHUNK, D), 2, 0)
+    return Segments(chunked(slot), step_chunk, step_slot, own, token_step)
 
 
 def from_chunks(x: jax.Array, num_tokens: int) -> jax.Array:
@@ -120,15 +167,16 @@ def join(lower: jax.Array, upper: jax.Array) -> jax.Array:
     return jnp.stack([lower, upper], axis=-3).reshape(*lead, n * 2 * m, D)
 
 
-def same_segment(segments: Segments | None, m: int) -> jax.Array | None:
-    """[S, 1, B, C / 2m, m, m]: whether upper token i and lower token j of a block share a segment; None if all do."""
-    if segments is None:
-        return None
-    lower, upper = halves(segments.slot[..., None], m)
-    return upper == jnp.swapaxes(lower, -1, -2)
+def only_within_segments(corner: jax.Array, slot: jax.Array | None, m: int) -> jax.Array:
+    """``corner`` [S, H, B, C / 2m, r m, m] with zeros where upper token i and lower token j are of different segments."""
+    if slot is None:
+        return corner
+    lower, upper = halves(slot[..., None], m)
+    same = upper == jnp.swapaxes(lower, -1, -2)
+    return jnp.where(jnp.concatenate([same] * (corner.shape[-2] // m), axis=-2), corner, 0)
 
 
-def decay_factors(decay: jax.Array, segments: Segments | None) -> list[tuple[jax.Array, jax.Array]]:
+def decay_factors(decay: jax.Array, slot: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
     """(prefix, suffix) of every block size 1, 2, 4, .. 64, each [S, H, B, C, K].
 
     prefix_i: product of the decays from the block's first token, or the first of i's segment in it, through i.
@@ -136,19 +184,76 @@ def decay_factors(decay: jax.Array, segments: Segments | None) -> list[tuple[jax
     """
     prefix, suffix = decay, jnp.ones_like(decay)
     factors = [(prefix, suffix)]
-    slots = None if segments is None else segments.slot[..., None]
     for m in LEVELS:
         (prefix_low, prefix_up), (suffix_low, suffix_up) = halves(prefix, m), halves(suffix, m)
         into_up = prefix_low[..., -1:, :]
         out_of_low = halves(decay, m)[1][..., :1, :] * suffix_up[..., :1, :]
-        if slots is not None:
-            slot_low, slot_up = halves(slots, m)
+        if slot is not None:
+            slot_low, slot_up = halves(slot[..., None], m)
             into_up = jnp.where(slot_up == slot_low[..., -1:, :], into_up, 1)
             out_of_low = jnp.where(slot_low == slot_up[..., :1, :], out_of_low, 1)
         prefix = join(prefix_low, prefix_up * into_up)
         suffix = join(suffix_low * out_of_low, suffix_up)
+        # Without the barrier the compiler computes the chain of products anew inside each of its many uses.
+        prefix, suffix = jax.lax.optimization_barrier((prefix, suffix))
         factors.append((prefix, suffix))
     return factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What both directions read of a group of chunks, [S, H, B, C, ...].
+
+    Attributes:
+        query: with scale, normalised if asked for.
+        key: normalised if asked for.
+        query_reciprocal: 1 / length of the raw rows, None if they are taken as they are.
+        key_reciprocal: the same for key.
+        beta: [S, H, B, C, 1], floored.
+        factors: :func:`decay_factors`.
+        slot: [S, 1, B, C] or None if there are no segments.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    query_reciprocal: jax.Array | None
+    key_reciprocal: jax.Array | None
+    beta: jax.Array
+    factors: list[tuple[jax.Array, jax.Array]]
+    slot: jax.Array | None
+
+    @property
+    def query_in(self) -> jax.Array:
+        """Query times the decay from the chunk's (or segment's) start."""
+        return self.query * self.factors[-1][0]
+
+    @property
+    def key_in(self) -> jax.Array:
+        """Key times the decay from the chunk's (or segment's) start."""
+        return self.key * self.factors[-1][0]
+
+    @property
+    def key_out(self) -> jax.Array:
+        """Key times the decay to the chunk's (or segment's) end."""
+        return self.key * self.factors[-1][1]
+
+
+def load_group(problem: Problem, cut: Grouping, group: jax.Array, segments: Segments | None) -> Group:
+    """Reads, normalises and activates one group."""
+    query, key = cut.tokens(problem.query, group), cut.tokens(problem.key, group)
+    query_reciprocal = key_reciprocal = None
+    if problem.use_qk_l2norm:
+        (query, query_reciprocal), (key, key_reciprocal) = gates.l2_normalize(query), gates.l2_normalize(key)
+    slot = None if segments is None else cut.chunks(segments.slot, group)
+    return Group(
+        query=query * problem.scale,
+        key=key,
+        query_reciprocal=query_reciprocal,
+        key_reciprocal=key_reciprocal,
+        beta=jnp.maximum(cut.tokens(problem.beta[..., None], group), SMALLEST_BETA),
+        factors=decay_factors(jnp.exp(cut.tokens(gates.log_decay(problem), group)), slot),
+        slot=slot,
+    )
 
 
 def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -156,34 +261,27 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-def scores_and_inverse(
-    query: jax.Array,
-    key: jax.Array,
-    beta: jax.Array,
-    factors: list[tuple[jax.Array, jax.Array]],
-    segments: Segments | None,
-) -> tuple[jax.Array, jax.Array]:
+def scores_and_inverse(group: Group) -> tuple[jax.Array, jax.Array]:
     """Aqk and A = (I + L)^-1, both [S, H, B, C, C] and lower triangular, block diagonal over segments.
 
     Aqk_ij = sum_c q_ic k_jc E_ijc (j <= i),  L_ij = beta_i sum_c k_ic k_jc E_ijc (j < i),  E_ij the decay from j to i.
 
     A grows with the blocks by exact elimination: [[A1, 0], [-A2 L21 A1, A2]].
     """
+    query, key = group.query, group.key
     scores = jnp.sum(query * key, axis=-1)[..., None, None]  # [S, H, B, C, 1, 1]
     inverse = jnp.ones_like(scores)
-    for m, (prefix, suffix) in zip(LEVELS, factors, strict=False):
-        prefix_up, beta_up = halves(prefix, m)[1], halves(beta, m)[1]
+    for m, (prefix, suffix) in zip(LEVELS, group.factors, strict=False):
+        prefix_up, beta_up = halves(prefix, m)[1], halves(group.beta, m)[1]
         rows = jnp.concatenate([halves(query, m)[1] * prefix_up, halves(key, m)[1] * (prefix_up * beta_up)], axis=-2)
         corner = product("...ik,...jk->...ij", rows, halves(key * suffix, m)[0])
-        same = same_segment(segments, m)
-        corner_q, corner_k = corner[..., :m, :], corner[..., m:, :]
-        if same is not None:
-            corner_q, corner_k = jnp.where(same, corner_q, 0), jnp.where(same, corner_k, 0)
-        scores = _grow(scores, corner_q)
+        corner = only_within_segments(corner, group.slot, m)
+        scores = _grow(scores, corner[..., :m, :])
         low, up = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = corner[..., m:, :]
         if m > 1:
-            corner_k = product("...ij,...jk->...ik", up, product("...ij,...jk->...ik", corner_k, low))
-        inverse = _grow(inverse, -corner_k)
+            corner = product("...ij,...jk->...ik", up, product("...ij,...jk->...ik", corner, low))
+        inverse = _grow(inverse, -corner)
     return scores[..., 0, :, :], inverse[..., 0, :, :]
 
 
@@ -196,8 +294,8 @@ def _grow(blocks: jax.Array, corner: jax.Array) -> jax.Array:
     )
 
 
-def chunk_decay(prefix: jax.Array, segments: Segments | None) -> jax.Array:
-    """Decay [M, H, B, K, 1] of the state over each step, from the prefix of whole chunks."""
+def step_decay(prefix: jax.Array, segments: Segments | None) -> jax.Array:
+    """Decay [M, H, B, K, 1] of the state over each step, from whole chunks' ``prefix`` [S, H, B, C, K]."""
     if segments is None:
         return prefix[..., -1, :, None]
     last = CHUNK - 1 - jnp.argmax(segments.step_token[..., ::-1], axis=-1)  # [M, 1, B]
@@ -206,70 +304,53 @@ def chunk_decay(prefix: jax.Array, segments: Segments | None) -> jax.Array:
 
 
 def own_rows(x: jax.Array, segments: Segments | None) -> jax.Array:
-    """Chunks [S, H, B, C, D] as steps [M, H, B, C, D] with zeros for tokens of other steps."""
+    """Chunks [S, H, B, r C, D] as steps [M, H, B, r C, D] with zeros for tokens of other steps."""
     if segments is None:
         return x
-    return jnp.where(segments.step_token[..., None], to_steps(x, segments), 0)
+    own = jnp.concatenate([segments.step_token] * (x.shape[3] // CHUNK), axis=-1)
+    return jnp.where(own[..., None], to_steps(x, segments), 0)
 
 
-def run_states(
-    states: jax.Array,
-    rows: tuple[jax.Array, ...],
-    segments: Segments | None,
-    *,
-    reverse: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sequential part of either direction, for each step in order (or in reverse)::
+Step = Callable[[jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, tuple[jax.Array, ...]]]
 
-        y = a + W h          h <- decay h + R^T y (+ c)
+
+def run_steps(
+    step: Step, states: jax.Array, rows: tuple[jax.Array, ...], segments: Segments | None, *, reverse: bool = False
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The sequential part of either direction: ``step(h, row) -> (h, results)`` along the steps of every slot.
 
     Args:
+        step: works on h [H, B, K, V] and one step of each of ``rows``.
         states: [B, N, H, K, V] h before the first step of each slot.
-        rows: a [S, H, B, C, V], W [S, H, B, C, K] and R [S, H, B, C, K] by chunks, decay [M, H, B, K, 1] and maybe
-            c [M, H, B, K, V] by steps.
+        rows: arrays [M, H, B, ...].
         segments: where the slots change; None if all tokens belong to slot 0.
         reverse: from the last step to the first.
 
     Returns:
-        y [S, H, B, C, V] by chunks, h on entry of each step [M, H, B, K, V], and h after the last step of each slot.
+        h after the last step of each slot [B, N, H, K, V], and the results [M, ...].
     """
     slots = states.transpose(1, 2, 0, 3, 4)  # [N, H, B, K, V]
-    a, weights, readout, *per_step = rows
-    own = (own_rows(a, segments), own_rows(weights, segments), to_steps(readout, segments), *per_step)
-
-    def advance(h: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        a, weights, readout, decay, *c = row
-        y = a + product("hbik,hbkv->hbiv", weights, h)
-        return sum(c, decay * h + product("hbik,hbiv->hbkv", readout, y)), y
-
-    Carry = tuple[jax.Array, tuple[jax.Array, jax.Array]]
-
-    def in_one_slot(h: jax.Array, row: tuple[jax.Array, ...]) -> Carry:
-        after, y = advance(h, row)
-        return after, (y, h)
-
-    def in_slots(slots: jax.Array, row: tuple[jax.Array, ...]) -> Carry:
-        slot, *row = row
-        h = read_slot(slots, slot)
-        after, y = advance(h, tuple(row))
-        return write_slot(slots, slot, after), (y, h)
-
     if segments is None:
-        last, (y, entries) = jax.lax.scan(in_one_slot, slots[0], own, reverse=reverse)
+        last, results = jax.lax.scan(step, slots[0], rows, reverse=reverse)
         slots = slots.at[0].set(last)
     else:
-        slots, (y, entries) = jax.lax.scan(in_slots, slots, (segments.step_slot, *own), reverse=reverse)
-    return from_steps(y, segments), entries, slots.transpose(2, 0, 1, 3, 4)
+
+        def in_slot(slots: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            after, results = step(_read_slot(slots, row[0]), row[1:])
+            return _write_slot(slots, row[0], after), results
+
+        slots, results = jax.lax.scan(in_slot, slots, (segments.step_slot, *rows), reverse=reverse)
+    return slots.transpose(2, 0, 1, 3, 4), results
 
 
-def read_slot(slots: jax.Array, slot: jax.Array) -> jax.Array:
+def _read_slot(slots: jax.Array, slot: jax.Array) -> jax.Array:
     """[H, B, K, V] states of slot [B] out of [N, H, B, K, V]."""
     if slot.shape[0] == 1:
         return jax.lax.dynamic_index_in_dim(slots, slot[0], 0, keepdims=False)
     return jax.vmap(lambda x, n: jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False), (2, 0), 1)(slots, slot)
 
 
-def write_slot(slots: jax.Array, slot: jax.Array, states: jax.Array) -> jax.Array:
+def _write_slot(slots: jax.Array, slot: jax.Array, states: jax.Array) -> jax.Array:
     """``slots`` with the states of slot [B] replaced."""
     if slot.shape[0] == 1:
         return jax.lax.dynamic_update_index_in_dim(slots, states, slot[0], 0)
