@@ -24,6 +24,8 @@ from bench.static_profile.chips import Chip, chip_named, tracing_for
 from bench.static_profile.schedule import UNITS, Loop, Schedule, read_schedule
 
 _KERNEL_NAME = re.compile(r'kernel_name = "([^"]*)"')
+_TENSOR = re.compile(r"tensor<([^<>]*)>")
+_Identity = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,13 @@ def profile(
 
     Raises:
         CompilationError: the compiler refused the program, crashed or ran out of time.
-        ValueError: unknown chip, or two different kernels with one name.
+        ValueError: unknown chip, or kernels that cannot be told apart.
     """
     target = chip_named(chip)
     start = time.perf_counter()
     closed, text = lower(function, arguments, target)
     trace_seconds = time.perf_counter() - start
-    calls = {call.name: call for call in traffic.pallas_calls(closed, jax.tree.leaves(arguments), target)}
+    calls = traffic.pallas_calls(closed, jax.tree.leaves(arguments), target)
     with tempfile.TemporaryDirectory(prefix="static_profile_") as work:
         compiled = compiler.compile_text(
             text, target, Path(work), dump=True, timeout_seconds=timeout_seconds, row_major=row_major
@@ -243,28 +245,32 @@ def _plain_bytes(aval: Any) -> int:
 
 
 def _kernel_reports(
-    chip: Chip, calls: dict[str, traffic.PallasCall], program: hlo.Program, compiled: compiler.Compiled
+    chip: Chip, calls: Sequence[traffic.PallasCall], program: hlo.Program, compiled: compiler.Compiled
 ) -> tuple[KernelReport, ...]:
-    """Joins the traced kernels with their compiled form by name; HLO locations are lines of the StableHLO text."""
+    """Joins the traced kernels with their compiled form, whose HLO locations are lines of the StableHLO text."""
     if compiled.dump is None:
         raise ValueError("compiled: expected dumps, got none; compile with dump=True")
     lines = compiled.stablehlo.splitlines()
-    hlo_names: dict[str, list[str]] = {}
+    compiled_as: dict[_Identity, list[str]] = {}
     for hlo_name, (line, _) in program.kernels.items():
-        named = _KERNEL_NAME.search(lines[line - 1]) if line else None
-        hlo_names.setdefault(named[1] if named else hlo_name, []).append(hlo_name)
+        compiled_as.setdefault(_identity(lines[line - 1]), []).append(hlo_name)
     reports = []
-    for name, call in calls.items():
-        copies = hlo_names.get(name)
-        if not copies:  # dead code, removed by XLA
-            continue
-        read = read_schedule(compiled.dump, copies[0])
-        launches = sum(program.kernels[copy][1] for copy in copies)
-        reports.append(KernelReport(chip, call, launches, read, (*_resolve_trips(call, read), *call.notes)))
-    unknown = set(hlo_names) - set(calls)
-    if unknown:
-        raise ValueError(f"kernels of the compiled program that the traced one lacks: {', '.join(sorted(unknown))}")
+    for call in calls:
+        copies = compiled_as.pop((call.name, call.results), [])
+        if copies:  # if not, XLA found its results unused
+            read = read_schedule(compiled.dump, copies[0])
+            launches = sum(program.kernels[copy][1] for copy in copies)
+            reports.append(KernelReport(chip, call, launches, read, (*_resolve_trips(call, read), *call.notes)))
+    if compiled_as:
+        raise ValueError(f"kernels of the compiled program that the traced one lacks: {sorted(compiled_as)}")
     return tuple(reports)
+
+
+def _identity(stablehlo_line: str) -> _Identity:
+    """Name and result types of the kernel that a line of StableHLO calls."""
+    name = _KERNEL_NAME.search(stablehlo_line)
+    results = stablehlo_line.rpartition("->")[2]
+    return name[1] if name else "", tuple(_TENSOR.findall(results))
 
 
 def _resolve_trips(call: traffic.PallasCall, read: Schedule) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class PallasCall:
     """A kernel as the traced program calls it.
 
     Attributes:
-        name: the kernel's name; distinct kernels need distinct names.
+        name: the kernel's name.
+        results: types of its results as StableHLO writes them; with the name they tell kernels apart.
         grid: extents, outermost first.
         parallel: whether the compiler may split an axis of the grid over two cores.
         operands: arrays and their traffic.
@@ -68,6 +69,7 @@ class PallasCall:
     """
 
     name: str
+    results: tuple[str, ...]
     grid: tuple[int, ...]
     parallel: bool
     operands: tuple[Operand, ...]
@@ -105,23 +107,21 @@ def pallas_calls(closed: Any, arguments: Sequence[Any], chip: Chip) -> list[Pall
         chip: whose HBM layout counts.
 
     Returns:
-        One entry per kernel name, in program order.
+        One entry per kernel, in program order.
 
     Raises:
-        ValueError: two different kernels share a name.
+        ValueError: two different kernels share a name and the types of their results.
     """
     known = [a if isinstance(a, np.ndarray | jax.Array) else UNKNOWN for a in arguments]
-    calls: dict[str, tuple[str, PallasCall]] = {}
+    calls: dict[tuple[str, tuple[str, ...]], tuple[str, PallasCall]] = {}
     with jax.default_device(jax.devices("cpu")[0]):
         for eqn, values in _Propagation().run(closed.jaxpr, list(closed.consts), known):
             identity = f"{eqn.params['grid_mapping']} {[v.aval for v in eqn.invars]} {eqn.params['jaxpr']}"
-            name = kernel_name(eqn)
-            if name not in calls:
-                calls[name] = (identity, _describe(eqn, values, chip))
-            elif calls[name][0] != identity:
-                raise ValueError(
-                    f"name: two different kernels are both called {name!r}; give pallas_call distinct names"
-                )
+            key = kernel_name(eqn), tuple(_tensor_type(var.aval) for var in eqn.outvars)
+            if key not in calls:
+                calls[key] = (identity, _describe(eqn, values, chip))
+            elif calls[key][0] != identity:
+                raise ValueError(f"name: two different kernels are both called {key[0]!r}; give them distinct names")
     return [call for _, call in calls.values()]
 
 
@@ -129,6 +129,12 @@ def kernel_name(eqn: Any) -> str:
     """The name that ``pallas_call`` was given, or that of the kernel function."""
     info = eqn.params.get("name_and_src_info")
     return str(eqn.params.get("name") or getattr(info, "name", None) or "kernel")
+
+
+def _tensor_type(aval: Any) -> str:
+    """How StableHLO writes an array's type, e.g. ``16x128xbf16``."""
+    kind = str(np.dtype(aval.dtype)).replace("float", "f").replace("int", "i").replace("bool", "i1")
+    return "x".join([*map(str, aval.shape), kind])
 
 
 class _Propagation:
@@ -203,6 +209,7 @@ def _describe(eqn: Any, values: list[Any], chip: Chip) -> PallasCall:
     semantics = str(getattr(eqn.params.get("compiler_params"), "dimension_semantics", None) or "")
     return PallasCall(
         name=kernel_name(eqn),
+        results=tuple(_tensor_type(var.aval) for var in eqn.outvars),
         grid=grid,
         parallel="parallel" in semantics.lower(),
         operands=tuple(operands),

@@ -86,17 +86,6 @@ def test_stored_choice_wins_over_the_rule(monkeypatch):
     assert cfg.choose(SHAPE, "v5e") == cfg.choose(SHAPE, None) == cfg.rule(SHAPE)
 
 
-def test_overridden_fields_hold_as_they_are():
-    chosen = cfg.choose(SHAPE, "v6e")
-    with cfg.override(rematerialize_for_backward=True), cfg.override(heads_per_step=4):
-        assert cfg.choose(SHAPE, "v6e") == replace(chosen, rematerialize_for_backward=True, heads_per_step=4)
-    assert cfg.choose(SHAPE, "v6e") == chosen
-    with cfg.override(heads_per_step=5), pytest.raises(ValueError, match="heads_per_step"):
-        cfg.choose(SHAPE, "v6e")
-    with pytest.raises(ValueError, match="field of Config"), cfg.override(heads=4):
-        pass
-
-
 def test_as_data_round_trips():
     config = cfg.Config(chunks_per_step=2, backward_heads_per_step=8)
     assert cfg.as_data(config) == {"chunks_per_step": 2, "backward_heads_per_step": 8}

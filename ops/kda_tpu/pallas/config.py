@@ -8,11 +8,9 @@ touches no device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -30,8 +28,6 @@ VMEM_BYTES: Mapping[str, int] = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 *
 _USABLE_VMEM = 15 / 16
 # Without a known chip (interpret mode) the smallest VMEM counts, so that what runs there compiles everywhere.
 _ANY_CHIP_VMEM = min(VMEM_BYTES.values())
-
-_overrides: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("kda_config_overrides", default=())
 
 
 @dataclass(frozen=True)
@@ -211,10 +207,10 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
         rematerialize_for_backward: the memory policy, which the caller decides.
 
     Returns:
-        A legal configuration; fields given to :func:`override` hold as they are.
+        A legal configuration.
 
     Raises:
-        ValueError: no configuration is legal for the shape, or the overridden one is not.
+        ValueError: no configuration is legal for the shape.
     """
     stored = tuned().get(chip or "", {}).get(shape.shape_class)
     config = Config(**stored) if stored else rule(shape)
@@ -229,27 +225,7 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
         if smaller is None:
             return check(config, shape, chip)
         config = smaller
-    return check(replace(config, **dict(_overrides.get())), shape, chip)
-
-
-@contextlib.contextmanager
-def override(**changes: Any) -> Iterator[None]:
-    """Inside, :func:`choose` uses these fields of :class:`Config` instead of its own choice.
-
-    It acts when the operator is traced; a function that ``jax.jit`` has already compiled keeps its configuration.
-
-    Raises:
-        ValueError: an unknown field.
-    """
-    names = [f.name for f in fields(Config)]
-    for name in changes:
-        if name not in names:
-            raise ValueError(f"{name}: expected a field of Config ({', '.join(names)})")
-    token = _overrides.set((*_overrides.get(), *changes.items()))
-    try:
-        yield
-    finally:
-        _overrides.reset(token)
+    return config
 
 
 def _smaller(config: Config, shape: ProblemShape) -> Config | None:
