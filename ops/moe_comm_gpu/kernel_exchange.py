@@ -17,7 +17,7 @@ from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.device.runtime import Runtime
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
-from ops.moe_comm_gpu.kernels import combine, dispatch
+from ops.moe_comm_gpu.kernels import checks, combine, dispatch
 from ops.moe_comm_gpu.kernels.common import WAIT_NAMES
 from ops.moe_comm_gpu.kernels.layout import REGION_ALIGNMENT, Layout
 
@@ -82,6 +82,7 @@ class KernelExchange(Exchange):
 
     quantises: ClassVar[bool] = True
     reads_raw_ids: ClassVar[bool] = True
+    always_agrees: ClassVar[bool] = False  # hosts compare every dispatch, not only with ``check_ids``
 
     def __init__(
         self, config: Config, runtime: Runtime, *, num_programs: int | None = None, direct: bool = False
@@ -90,8 +91,8 @@ class KernelExchange(Exchange):
         self._runtime = runtime
         self._broken = False
         self._direct = direct
-        self._num_programs = _checked_num_programs(num_programs, runtime)
-        _check_same_everywhere(config, runtime)
+        self._num_programs = checks.checked_num_programs(num_programs, runtime)
+        checks.check_same_config(config, runtime)
         runtime.set_operations(WAIT_NAMES)
         runtime.set_timeout(config.timeout_s)
         self._layout = Layout.of(config)
@@ -118,6 +119,8 @@ class KernelExchange(Exchange):
     def _dispatch_send(self, request: DispatchRequest) -> Batch:
         self._arrive("dispatch")
         self._raise_overflow()
+        if self._agrees:
+            self._agree(checks.announcement(request, self.config))
         layout = _replaced(self._layout, dispatch_itemsize=request.row_dtype.itemsize)
         batch = self._new_batch(layout)
         quantise = request.tokens.dtype != request.row_dtype
@@ -221,6 +224,26 @@ class KernelExchange(Exchange):
         )
         batch.buffers.busy = False
 
+    @property
+    def _agrees(self) -> bool:
+        return self.always_agrees or self.config.check_ids
+
+    def _agree(self, announcement: checks.Announcement) -> None:
+        self._require_sound("dispatch")
+        try:
+            checks.agree_on_dispatch(announcement, self.config, self._runtime)
+        except TimeoutError as error:
+            self._broken = True
+            raise self._explained("dispatch", error) from error
+
+    def _announce_refusal(self, error: Exception) -> None:
+        if self._agrees and not self._broken:
+            self._arrive("dispatch")
+            try:
+                self._agree(checks.Announcement(refusal=str(error)))
+            except (ValueError, TimeoutError, RuntimeError) as other:
+                error.add_note(f"The other ranks: {other}")
+
     def _close(self) -> None:
         if not self._broken:
             # A peer may still read rows from here, or write signals to here.
@@ -241,9 +264,12 @@ class KernelExchange(Exchange):
         """The error to raise for a wait that took too long."""
         return error
 
-    def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
+    def _require_sound(self, call: str) -> None:
         if self._broken:
-            raise RuntimeError(f"{label}: an earlier call failed between the ranks; close the exchange, make a new one")
+            raise RuntimeError(f"{call}: an earlier call failed between the ranks; close the exchange, make a new one")
+
+    def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
+        self._require_sound(label)
         grid = (self._num_programs,)
         try:
             self._runtime.launch(kernel, grid, *args, num_warps=_NUM_WARPS, label=label, **constants)
@@ -322,34 +348,3 @@ def most_symmetric_bytes(config: Config) -> int:
 def _host_visible_words(number: int, device: torch.device) -> Tensor:
     """Words that kernels write and the host reads without waiting for them."""
     return torch.zeros(number, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-
-def _checked_num_programs(num_programs: int | None, runtime: Runtime) -> int:
-    most = runtime.max_resident_programs
-    if num_programs is None:
-        return most
-    if isinstance(num_programs, bool) or not isinstance(num_programs, int):
-        raise TypeError(f"num_programs: expected an int, got {type(num_programs).__name__}")
-    if not 1 <= num_programs <= most:
-        raise ValueError(
-            f"num_programs: expected 1 to {most}, which is what is resident at once, got {num_programs}; "
-            f"programs wait for one another"
-        )
-    return num_programs
-
-
-def _check_same_everywhere(config: Config, runtime: Runtime) -> None:
-    """Compares the ranks' configurations before anything is allocated or sent.
-
-    Raises:
-        ValueError: on every rank, if any two differ, or if ranks are not numbered as the runtime's.
-    """
-    entries = runtime.all_gather((config.rank, config.shared_fields()))
-    if config.world_size != runtime.n_pes:
-        raise ValueError(f"world_size: expected {runtime.n_pes}, the ranks of the runtime, got {config.world_size}")
-    for pe, (rank, fields) in enumerate(entries):
-        if rank != pe:
-            raise ValueError(f"rank: expected {pe} on the runtime's rank {pe}, got {rank} there")
-        difference = contract.first_difference(entries[0][1], fields)
-        if difference is not None:
-            raise ValueError(f"config: expected equal on every rank, rank 0 and rank {pe} differ in {difference} there")

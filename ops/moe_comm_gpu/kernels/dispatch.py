@@ -194,7 +194,10 @@ def _pack(
 
 @triton.jit
 def _quantise(row_ptr: tl.tensor, token_ptr: tl.tensor, layout: tl.constexpr, row_type: tl.constexpr) -> None:
-    """Writes a token as fp8 with a float32 scale a block: ``scale = max |x| / largest`` (1 for zeros), ``x / scale``."""
+    """Writes a token as fp8 with a float32 scale a block: ``scale = max |x| / largest`` (1 for zeros), ``x / scale``.
+
+    The same numbers as :func:`ops.moe_comm_gpu.contract.quantise`.
+    """
     largest: tl.constexpr = 448.0 if row_type == tl.float8e4nv else 57344.0
     width: tl.constexpr = triton.next_power_of_2(layout.scale_block)
     height: tl.constexpr = max(1, min(triton.next_power_of_2(layout.num_scales), 4096 // width))
