@@ -33,6 +33,7 @@ class Handle:
     by (source rank, token, choice).
 
     Attributes:
+        owner: the exchange that made it.
         config: the exchange's.
         num_tokens: T, tokens of this rank's group.
         ids: expert of every choice ``[T, J]``, as the backend took them.
@@ -49,6 +50,7 @@ class Handle:
         state: the backend's own.
     """
 
+    owner: Any = field(repr=False)
     config: Config
     num_tokens: int
     ids: Tensor

@@ -284,6 +284,7 @@ class Exchange(abc.ABC):
         if config.num_scales:
             scales = new((*prefix, config.num_scales), torch.float32, out.scales, "out.scales")
         return Handle(
+            owner=self,
             config=config,
             num_tokens=request.tokens.shape[0],
             ids=request.ids,
@@ -358,7 +359,7 @@ class Exchange(abc.ABC):
         config = self.config
         if not isinstance(handle, Handle):
             raise TypeError(f"handle: expected the Handle that dispatch returned, got {type(handle).__name__}")
-        if handle.config is not config:
+        if handle.owner is not self:
             raise ValueError("handle: expected one of this exchange's dispatches, got another exchange's")
         if handle.combined and not self.reuses_handles:
             raise RuntimeError(

@@ -252,7 +252,14 @@ def _unpack(arrived: Tensor, request: DispatchRequest, config: Config) -> tuple[
     return (
         payload,
         scales,
-        token.contiguous().view(torch.int32)[:, 0].to(torch.int64),
-        slots.contiguous().view(torch.int32).to(torch.int64),
-        weights.contiguous().view(torch.float32),
+        _numbers(token, torch.int32)[:, 0].to(torch.int64),
+        _numbers(slots, torch.int32).to(torch.int64),
+        _numbers(weights, torch.float32),
     )
+
+
+def _numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of bytes ``[n, width]`` as numbers; a copy always, because a part of a row may begin anywhere."""
+    numbers = torch.empty(len(part), part.shape[1] // dtype.itemsize, dtype=dtype, device=part.device)
+    _bytes(numbers).copy_(part)
+    return numbers
