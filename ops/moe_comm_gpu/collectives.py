@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import Tensor
 
 from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.contract import Config
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to others so far, by :meth:`Ranks.all_to_all`."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
 
 
 class Ranks:
@@ -31,6 +40,7 @@ class Ranks:
 
     def __init__(self, config: Config, group: Any = None) -> None:
         self.config = config
+        self.traffic = Traffic()
         self._failure: Exception | None = None
         self._ledger: Ledger | None = None
         self._host: Any = None
@@ -88,6 +98,9 @@ class Ranks:
         if self._host is None:
             return lambda: rows
         arrived = rows.new_empty(sum(received), rows.shape[1])
+        to_others = [count for rank, count in enumerate(sent) if count and rank != self.config.rank]
+        self.traffic.num_bytes += sum(to_others) * rows.shape[1]
+        self.traffic.num_messages += len(to_others)
         if rows.is_cuda:
             work = self._guarded(
                 lambda: dist.all_to_all_single(arrived, rows, received, sent, group=self._group, async_op=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ops.moe_comm_gpu import contract, exchange
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
-from ops.moe_comm_gpu.collectives import Ranks
+from ops.moe_comm_gpu.collectives import Ranks, Traffic
 from ops.moe_comm_gpu.contract import Config
 
 _HEADER = ("refused", "tokens", "itemsize", "weights")  # then rows for each rank [R], rows of each expert [E]
@@ -60,6 +60,11 @@ class Exchange(exchange.Exchange):
         self._ranks = Ranks(config, group)
         self._expert_rank = torch.tensor(config.expert_rank)
         self._expert_slot = torch.tensor(config.expert_slot)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Payload that this rank has sent to others so far."""
+        return self._ranks.traffic
 
     def _dispatch_send(self, request: DispatchRequest) -> _Routes:
         config, device = self.config, request.tokens.device
