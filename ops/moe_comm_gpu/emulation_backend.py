@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,9 +9,9 @@ from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime, create_heap_file
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange, most_symmetric_bytes
+from ops.moe_comm_gpu.kernels.heap import heap_bytes_wanted
 
 _SLACK_BYTES = 1 << 20
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Exchange(KernelExchange):
@@ -41,7 +40,7 @@ class Exchange(KernelExchange):
     ) -> None:
         self._ledger = Ledger(config, group) if config.world_size > 1 else None
         if heap_bytes is None:
-            heap_bytes = _heap_bytes_wanted() or most_symmetric_bytes(config) + _SLACK_BYTES
+            heap_bytes = heap_bytes_wanted() or most_symmetric_bytes(config) + _SLACK_BYTES
         path = self._shared_path(heap_bytes)
         try:
             runtime = EmulatedRuntime(config.rank, config.world_size, path, timeout_s=config.timeout_s)
@@ -70,17 +69,3 @@ class Exchange(KernelExchange):
             return error
         explained = self._ledger.explain(call, error)
         return type(explained)(f"{explained}; {error}")
-
-
-def _heap_bytes_wanted() -> int | None:
-    """``NVSHMEM_SYMMETRIC_SIZE`` in bytes: a number, perhaps with K, M, G or T."""
-    text = os.environ.get("NVSHMEM_SYMMETRIC_SIZE", "").strip().upper().removesuffix("B")
-    if not text:
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "")
-    try:
-        return int(float(number) * _UNITS[unit])
-    except ValueError:
-        raise ValueError(
-            f"NVSHMEM_SYMMETRIC_SIZE: expected bytes, with K, M, G or T if you like, got {text!r}"
-        ) from None

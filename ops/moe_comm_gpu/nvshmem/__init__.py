@@ -1,0 +1,1 @@
+"""The exchange on GPUs with NVSHMEM: the host side and the backend's row."""
