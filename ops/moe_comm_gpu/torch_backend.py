@@ -1,7 +1,7 @@
 """The exchange over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
 A dispatch is one gather of counts, after which every rank knows whether the call can go ahead anywhere, and one
-all-to-all. A token travels once to each rank that holds one of its experts, as bytes::
+all-to-all. A token travels once to each rank that holds one of its experts, as bytes, padded to whole words::
 
     payload [D] | scales [S] float32 | token int32 | slot of choice j here, or -1 [J] int32 | weights [J] float32
 
@@ -23,6 +23,7 @@ from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.collectives import Ranks, Traffic
 from ops.moe_comm_gpu.contract import Config
 
+_WORD = torch.int64
 _HEADER = ("refused", "tokens", "itemsize", "weights")  # then rows for each rank [R], rows of each expert [E]
 
 
@@ -121,9 +122,9 @@ class Exchange(exchange.Exchange):
             (handle.source_choice, choice_by_expert),
         ):
             table.fill_(-1).view(-1)[place] = values.to(torch.int32)
-        _bytes(handle.rows)[place] = payload[row_by_expert]
+        _place(_bytes(handle.rows), place, payload, row_by_expert)
         if handle.scales is not None:
-            _bytes(handle.scales)[place] = scales[row_by_expert]
+            _place(_bytes(handle.scales), place, scales, row_by_expert)
         if handle.row_weights is not None:
             handle.row_weights.zero_().view(-1)[place] = weights[row_by_expert, choice_by_expert]
         routes.places = torch.empty_like(place).scatter_(0, order, place)
@@ -206,7 +207,7 @@ class Exchange(exchange.Exchange):
     def _send_back(self, routes: _Routes, rows: Tensor) -> Callable[[], Tensor]:
         assert routes.places is not None
         assert routes.pairs_received is not None
-        return self._ranks.all_to_all(rows[routes.places], routes.pairs_received, routes.pairs_sent)
+        return self._ranks.all_to_all(_pick(rows, routes.places), routes.pairs_received, routes.pairs_sent)
 
     def _share(self, rows: Tensor) -> Tensor:
         """Fills in the rows ``[T, n]`` float32 of tokens that other members of the group sent."""
@@ -237,14 +238,41 @@ def _bytes(rows: Tensor) -> Tensor:
     return rows.view(torch.uint8).view(-1, width)
 
 
+def _words(*tables: Tensor) -> tuple[Tensor, ...]:
+    """Rows of bytes as rows of words, if all of them can be: indexing goes element by element."""
+    fits = all(
+        table.shape[1] % _WORD.itemsize
+        == table.stride(0) % _WORD.itemsize
+        == table.storage_offset() % _WORD.itemsize
+        == 0
+        and table.stride(1) == 1
+        for table in tables
+    )
+    return tuple(table.view(_WORD) for table in tables) if fits else tables
+
+
+def _pick(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]`` of rows of bytes."""
+    (words,) = _words(rows)
+    return words.index_select(0, index).view(torch.uint8)
+
+
+def _place(table: Tensor, place: Tensor, rows: Tensor, index: Tensor) -> None:
+    """``table[place] = rows[index]`` of rows of bytes."""
+    into, words = _words(table, rows)
+    into[place] = words.index_select(0, index)
+
+
 def _pack(request: DispatchRequest, token: Tensor, slots: Tensor) -> Tensor:
-    parts = [_bytes(request.tokens)[token]]
+    parts = [_pick(_bytes(request.tokens), token)]
     if request.scales is not None:
-        parts.append(_bytes(request.scales)[token])
+        parts.append(_pick(_bytes(request.scales), token))
     parts.append(_bytes(token.to(torch.int32)[:, None]))
     parts.append(_bytes(slots.to(torch.int32)))
     if request.weights is not None:
-        parts.append(_bytes(request.weights)[token])
+        parts.append(_pick(_bytes(request.weights), token))
+    width = sum(part.shape[1] for part in parts)
+    parts.append(parts[0].new_zeros(len(token), -width % _WORD.itemsize))
     return torch.cat(parts, dim=1)
 
 
@@ -253,7 +281,7 @@ def _unpack(arrived: Tensor, request: DispatchRequest, config: Config) -> tuple[
     choices = 4 * config.experts_per_token
     sizes = [config.hidden * request.tokens.itemsize, 4 * config.num_scales, 4, choices]
     sizes.append(choices if request.weights is not None else 0)
-    payload, scales, token, slots, weights = arrived.split(sizes, dim=1)
+    payload, scales, token, slots, weights, _ = arrived.split([*sizes, arrived.shape[1] - sum(sizes)], dim=1)
     return (
         payload,
         scales,
