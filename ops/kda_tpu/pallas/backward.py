@@ -23,26 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ops.kda_tpu.contract import Problem
-from ops.kda_tpu.pallas.backward_chunk import (
-    LOG2_E,
-    Form,
-    Joint,
-    anchor_rows,
-    chunk_gradients,
-    gate_matrix,
-    prefix_matrix,
-)
-from ops.kda_tpu.pallas.common import interleave
+from ops.kda_tpu.pallas.backward_chunk import Form, Joint, chunk_gradients, gate_matrix, prefix_matrix, saved_arrays
+from ops.kda_tpu.pallas.backward_pairs import PairForm
+from ops.kda_tpu.pallas.common import GateForm, gate_rows, interleave
 from ops.kda_tpu.pallas.config import Config
 from ops.kda_tpu.pallas.residuals import Residuals
 from ops.kda_tpu.pallas.schedule import StepTable, pad_segment_ids
 
 Array = jax.Array
 
-_LARGEST_A_LOG = 80.0  # exp of more would overflow beside the other factors of the bounded gate's slope
 _PARAMETER_ROWS = 8  # of a head's block of gate parameters and of each of its two sums
 
-# Program order: chunk c starts _LAG rounds behind chunk c + 1, and groups of _GROUP heads start one round after another.
+# Program order: chunk c starts _LAG rounds behind chunk c + 1, groups of _GROUP heads start one round after another.
 _LAG = 3
 _GROUP = 4
 _STAGGER = 4
@@ -113,9 +105,9 @@ class ChunkView:
         """The gate input."""
         return self.raw("gate")
 
-    def gate_parameters(self) -> list[Array]:
-        """Four rows [1, K]; see :func:`_gate_parameters`."""
-        return [self._refs.parameters[self._head, r : r + 1] for r in range(4)]
+    def gate_row(self, row: int) -> Array:
+        """A row [1, K] of the gate's parameters, see :func:`gate_rows`."""
+        return self._refs.parameters[self._head, row : row + 1]
 
     def query(self) -> Array:
         """The query as the mathematics sees it, float32."""
@@ -197,19 +189,6 @@ class ChunkView:
             ref[self._head, offset : offset + R] = total
 
 
-def _saved_shapes(form: Form) -> dict[str, Any]:
-    """Scratch that stages keep for later ones: name -> dtype, each [C, K] a chunk and head."""
-    names: dict[str, Any] = {}
-    if form.normalize:
-        names |= {"query": form.dtype, "key": form.dtype}
-        names |= {"query_reciprocal": jnp.float32, "key_reciprocal": jnp.float32}
-    if form.gate == "bounded":
-        names["sigmoid"] = jnp.float32
-    if form.gate == "softplus":
-        names |= {"decay": jnp.float32, "slope": jnp.float32}
-    return names
-
-
 def _kernel(form: Form, steps: int, names: Sequence[str], *all_refs: Any) -> None:
     tile, slot, segment, is_first, is_last, settled, *blocks = all_refs
     del tile, slot
@@ -248,7 +227,7 @@ def _refs(form: Form, names: Sequence[str], blocks: Sequence[Any]) -> Refs:
     named: dict[str, Any] = dict.fromkeys(
         ("parameters", "ids", "d_final", "d_parameters", "d_initial", "mask")
     )  # those a form may do without
-    saved = _saved_shapes(form)
+    saved = saved_arrays(form)
     named |= dict(zip(names, blocks, strict=True))
     return Refs(saved={name: named.pop(f"saved_{name}") for name in saved}, **named)
 
@@ -316,8 +295,8 @@ def backward(
     launch.read("states", residuals.states, launch.chunks(V, K, by_step=True))
     for name, matrix in (("prefix_matrix", prefix_matrix(form)), ("gate_matrix", gate_matrix(form))):
         launch.read(name, matrix, pl.BlockSpec(matrix.shape, lambda *_: (0, 0)))
-    if form.gate != "log":
-        launch.read("parameters", _gate_parameters(form, problem), launch.per_head(_PARAMETER_ROWS))
+    if form.gate.activated:
+        launch.read("parameters", gate_rows(problem, K), launch.per_head(_PARAMETER_ROWS))
     if form.masked:
         launch.read("ids", launch.ids(problem.segment_ids), launch.ids_block())
     if d_final_state is not None:
@@ -326,7 +305,7 @@ def backward(
     for name, width in (("query", K), ("key", K), ("value", V), ("gate", K)):
         launch.write(f"d_{name}", (*tokens, width), getattr(problem, name).dtype, launch.tokens(width))
     launch.write("d_beta", launch.rows_of(problem.beta).shape, jnp.float32, launch.row_block())
-    if form.gate != "log":
+    if form.gate.activated:
         launch.write("d_parameters", launch.parameter_sums(), jnp.float32, launch.per_head(2 * _PARAMETER_ROWS, True))
     if problem.has_initial_state:
         launch.write("d_initial", launch.state_shape(), jnp.float32, launch.per_slot())
@@ -334,24 +313,19 @@ def backward(
 
 
 def _form(problem: Problem, residuals: Residuals, config: Config) -> Form:
-    gate: Any = "log"
-    if problem.use_gate_in_kernel:
-        gate = "softplus" if problem.lower_bound is None else "bounded"
-    dtype = residuals.v_new.dtype
-    chunks = config.chunks_per_step
+    gate, dtype = GateForm.of(problem), residuals.v_new.dtype
     return Form(
         heads=config.backward_heads,
-        chunks=chunks,
+        chunks=config.chunks_per_step,
         chunk=config.chunk,
         key_dim=residuals.states.shape[-1],
         value_dim=residuals.states.shape[-2],
         dtype=dtype,
         scale=problem.scale,
         gate=gate,
-        lower_bound=problem.lower_bound,
         normalize=problem.use_qk_l2norm,
         masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
-        anchor_rows=anchor_rows(gate, problem.lower_bound, dtype == jnp.float32),
+        pairs=PairForm.choose(config.sub_block, gate, dtype, problem.scale),
     )
 
 
@@ -467,7 +441,7 @@ class _Launch:
         scratch = {"d_state": pltpu.VMEM((form.heads, V, K), jnp.float32)}
         if form.masked:
             scratch["mask"] = pltpu.VMEM((form.chunks, C, max(K, V)), jnp.float32)
-        for name, dtype in _saved_shapes(form).items():
+        for name, dtype in saved_arrays(form).items():
             scratch[f"saved_{name}"] = pltpu.VMEM((form.heads * form.chunks, C, K), dtype)
         names = [x[0] for x in self._reads] + [x[0] for x in self._writes] + list(scratch)
         table = self._steps
@@ -491,23 +465,6 @@ class _Launch:
         return dict(zip((name for name, _, _ in self._writes), results, strict=True))
 
 
-def _gate_parameters(form: Form, problem: Problem) -> Array:
-    """Per head and channel [H, 8, K]: bias, then what :mod:`backward_chunk` needs of a_log and lower_bound."""
-    H, _, _, K = problem.query.shape
-    bias = problem.delta_time_bias
-    assert problem.a_log is not None
-    rows = [jnp.zeros((H, K)) if bias is None else bias]
-    a_log = problem.a_log[:, None]
-    if form.gate == "bounded":
-        slope = jnp.exp(jnp.minimum(a_log, _LARGEST_A_LOG))
-        bound = problem.lower_bound or 0.0
-        rows += [-slope * LOG2_E, jnp.full((H, 1), bound * LOG2_E), slope * bound]
-    else:
-        rows += [a_log * LOG2_E]
-    stacked = jnp.stack([jnp.broadcast_to(r, (H, K)) for r in rows], axis=1)
-    return _widen(jnp.pad(stacked, ((0, 0), (0, _PARAMETER_ROWS - len(rows)), (0, 0))), form.key_dim)
-
-
 def _gradients(
     form: Form,
     problem: Problem,
@@ -518,11 +475,13 @@ def _gradients(
 ) -> Gradients:
     K, V = problem.query.shape[3], problem.value.shape[3]
     d_a_log = d_bias = d_initial = None
-    if form.gate != "log":
+    if form.gate.activated:
         sums = results["d_parameters"]
         d_a_log = jnp.sum(sums[:, :, _PARAMETER_ROWS:], axis=(0, 2, 3))
         if problem.delta_time_bias is not None:
             d_bias = jnp.sum(sums[:, :, :_PARAMETER_ROWS, :K], axis=(0, 2))
+            if problem.lower_bound is not None:
+                d_a_log = d_a_log + jnp.sum(d_bias * problem.delta_time_bias, axis=1)
     if problem.has_initial_state:
         seen = jnp.any(steps.slot[:, None, :] == jnp.arange(problem.num_segments)[:, None], axis=2)
         passed = jnp.zeros((), jnp.float32) if d_final_state is None else d_final_state
