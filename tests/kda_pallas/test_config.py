@@ -40,7 +40,6 @@ def test_every_shape_has_a_legal_choice(shape, chip, rematerialize):
         ({"heads_per_step": 5}, "heads_per_step"),
         ({"backward_heads_per_step": 3}, "backward_heads_per_step"),
         ({"sub_block": "middle"}, "sub_block"),
-        ({"inverse_passes": 1}, "inverse_passes"),
         ({"kernel_split": "two"}, "kernel_split"),
         ({"chunks_per_step": 64}, "VMEM"),
     ],

@@ -41,7 +41,6 @@ class Config:
         backward_heads_per_step: the same for the backward; None for ``heads_per_step``.
         sub_block: how the decay is split inside 16-row blocks: ``"clamped"`` (one tree level, then clamped anchors
             every 8 rows) or ``"tree"`` (binary tree down to single rows, exact, more work).
-        inverse_passes: bf16 passes of the products that merge the inverse of a chunk, 4 or 6.
         rematerialize_for_backward: recompute what the backward needs instead of saving it.
         kernel_split: ``"fused"`` backward in one kernel, or ``"staged"`` in three, for comparison.
         chunk: tokens a chunk.
@@ -51,7 +50,6 @@ class Config:
     heads_per_step: int = 16
     backward_heads_per_step: int | None = None
     sub_block: SubBlock = "clamped"
-    inverse_passes: int = 4
     rematerialize_for_backward: bool = False
     kernel_split: KernelSplit = "fused"
     chunk: int = CHUNK
@@ -149,8 +147,6 @@ def why_illegal(config: Config, shape: ProblemShape, chip: str | None = None) ->
             return f"{name}: expected a divisor of the {shape.heads} heads, got {heads}"
     if config.sub_block not in get_args(SubBlock):
         return f"sub_block: expected one of {get_args(SubBlock)}, got {config.sub_block!r}"
-    if config.inverse_passes not in (4, 6):
-        return f"inverse_passes: expected 4 or 6, got {config.inverse_passes}"
     if config.kernel_split not in get_args(KernelSplit):
         return f"kernel_split: expected one of {get_args(KernelSplit)}, got {config.kernel_split!r}"
     if not 1 <= shape.key_dim <= MAX_KEY_DIM:
@@ -191,7 +187,6 @@ def rule(shape: ProblemShape) -> Config:
         chunks_per_step=min(16, max(1, 64 // heads)) if not exact else min(8, max(1, 32 // heads)),
         heads_per_step=heads,
         sub_block="tree" if exact else "clamped",
-        inverse_passes=6 if exact else 4,
     )
 
 
