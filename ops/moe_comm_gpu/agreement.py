@@ -44,9 +44,12 @@ class Ledger:
         members = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         self._page = f"moe_comm/{members}/{_opened[members]}"
         previous = f"moe_comm/{members}/{_opened[members] - 1}"
-        _opened[members] += 1
         self.calls = 0
-        self._agree(config)
+        own = config.shared_fields()
+        self._store.set(self._key("config"), json.dumps(own))
+        self._await_everyone()
+        _opened[members] += 1  # not before, so that a rank which gave up waiting can try again
+        self._compare(own)
         for entry in ("config", "call", "refusal"):  # every rank is past its previous exchange's beginning by now
             self._store.delete_key(f"{previous}/{entry}/{self.rank}")
 
@@ -90,9 +93,7 @@ class Ledger:
             )
         return RuntimeError(f"{call}, call {self.calls}: every rank arrived, but the transfer failed: {cause}")
 
-    def _agree(self, config: Config) -> None:
-        own = config.shared_fields()
-        self._store.set(self._key("config"), json.dumps(own))
+    def _await_everyone(self) -> None:
         missing = []
         patience = timedelta(seconds=self.timeout_s)
         for rank in range(self.world_size):
@@ -104,6 +105,8 @@ class Ledger:
         if missing:
             absent = ", ".join(f"rank {rank}" for rank in missing)
             raise TimeoutError(f"making the exchange: did not arrive within {self.timeout_s:g} s: {absent}")
+
+    def _compare(self, own: dict[str, str]) -> None:
         for rank in range(self.world_size):
             difference = first_difference(own, json.loads(self._store.get(self._key("config", rank))))
             if difference is not None:

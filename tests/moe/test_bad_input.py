@@ -279,13 +279,10 @@ def _absent_from_the_start(rank: int, group: Any) -> str:
     return str(late.value)
 
 
-def test_a_rank_that_never_makes_its_exchange_is_named():
-    # Ranks count their exchanges, so this one comes last on the processes it used.
-    try:
-        report, _ = workers().run(_absent_from_the_start, [()] * 2)
-    finally:
-        workers().stop()
+def test_a_rank_that_does_not_make_its_exchange_is_named_and_may_come_later():
+    report, _ = workers().run(_absent_from_the_start, [()] * 2)
     assert report == "making the exchange: did not arrive within 0.5 s: rank 1"
+    assert attempts("torch", (PAIR, {}), (PAIR, {})) == ["dispatched"] * 2
 
 
 def test_a_late_rank_with_nothing_to_send_completes_the_exchange():

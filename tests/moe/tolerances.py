@@ -2,7 +2,7 @@
 
 Rows, scales, counts and sources are exact. What is summed has a bound for every single element::
 
-    roundings * unit_roundoff(dtype) * magnitude + float32_steps * 2**-24 * magnitude
+    roundings * (unit_roundoff(dtype) * magnitude + half its smallest number) + float32_steps * 2**-24 * magnitude
 
 with the magnitude the sum of the absolute values of all terms. ``roundings`` counts the places where a value is
 stored in the 16-bit (or 32-bit) type. A result that is not a number never passes.
@@ -11,6 +11,7 @@ stored in the 16-bit (or 32-bit) type. A result that is not a number never passe
 import numpy as np
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+HALF_THE_SMALLEST = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150}
 
 # How often a value is rounded to the rows' type on its way. A per-rank sum is stored once more before it is sent.
 ROUNDINGS = {
@@ -23,7 +24,8 @@ ROUNDINGS = {
 
 def allowed(quantity: str, dtype: str, magnitude: np.ndarray, terms: int) -> np.ndarray:
     """The bound for each element, given the magnitude of its terms and how many there are."""
-    return (ROUNDINGS[quantity] * UNIT_ROUNDOFF[dtype] + (terms + 2) * 2.0**-24) * magnitude + 1e-30
+    rounding = UNIT_ROUNDOFF[dtype] * magnitude + HALF_THE_SMALLEST[dtype]
+    return ROUNDINGS[quantity] * rounding + (terms + 2) * 2.0**-24 * magnitude
 
 
 def check(quantity: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray, where: str) -> None:
