@@ -3,7 +3,8 @@
 Chunk form of the recurrence (Kimi Linear technical report, arXiv:2510.26692, WY form), h the state on entry, gam_i the
 decay from entry through token i, gamC that of the whole chunk, kg_j the key decayed to the chunk's end::
 
-    L_ij  = beta_i sum_c k_ic k_jc E_ijc  (j < i)      A = (I + L)^-1      Aqk_ij = scale sum_c q_ic k_jc E_ijc  (j <= i)
+    L_ij   = beta_i sum_c k_ic k_jc E_ijc  (j < i)          A = (I + L)^-1
+    Aqk_ij = scale sum_c q_ic k_jc E_ijc   (j <= i)
     v_new = A beta (v - (k gam) h)
     o     = scale (q gam) h + Aqk v_new
     h'    = gamC h + kg^T v_new
@@ -37,8 +38,19 @@ from ops.kda_tpu.xla_chunks import (
 Outputs = tuple[jax.Array, jax.Array]
 
 
-@jax.jit
 def _run(problem: Problem) -> Outputs:
+    try:
+        return _compiled(problem)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise TypeError(
+            "kimi_delta_attention: the backend 'xla' has no forward-mode derivative; choose backend='scan'"
+        ) from error
+
+
+@jax.jit
+def _compiled(problem: Problem) -> Outputs:
     return _attention(gates.zero_padding(problem))
 
 
@@ -48,6 +60,8 @@ def _attention(problem: Problem) -> Outputs:
 
 
 def _forward(problem: Problem, save: bool) -> tuple[Outputs, xla_backward.Residuals | None]:
+    if save:
+        problem = jax.tree.map(xla_backward.only_once, problem)
     H, B, T, _ = problem.query.shape
     cut = grouping(H, B, T)
     segments = find_segments(problem, cut.num_chunks)

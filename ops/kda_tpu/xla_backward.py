@@ -10,16 +10,17 @@ delta = v_new / beta (what a token writes before its strength)::
     dk_i  = decay to the end (v_new dh'^T)_i - gam (dv h^T)_i + sum_j dM_ij k_j E_ij
           + sum_l (dAqk_li q_l + dM_li k_l) E_li                                             l > i > j
 
-The decay of token t is crossed by every pair (i, j) with j < t <= i. Each kind of pair sums over just those: pairs that
-enter the chunk by suffix sums, pairs that leave it by prefix sums, pairs inside it level by level of the tree, by suffix
-sums in upper halves and prefix sums in lower halves. No sum is the difference of two others, so gradients of strongly
-decaying gates keep their relative precision, and the pair i = j, which no decay touches, never enters.
+The decay of token t is crossed by every pair (i, j) with j < t <= i. Each kind of pair sums over just those: pairs
+that enter the chunk by suffix sums, pairs that leave it by prefix sums, pairs inside it level by level of the tree, by
+suffix sums in upper halves and prefix sums in lower halves. No sum is the difference of two others, so gradients of
+strongly decaying gates keep their relative precision, and the pair i = j, which no decay touches, never enters.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Never
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +31,14 @@ from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.xla_chunks import (
     CHUNK,
     LEVELS,
+    LOWER,
+    UPPER,
     Group,
     find_segments,
     from_chunks,
     from_steps,
     grouping,
     halves,
-    join,
     load_group,
     only_within_segments,
     own_rows,
@@ -44,6 +46,7 @@ from ops.kda_tpu.xla_chunks import (
     run_steps,
     step_decay,
     to_steps,
+    update_half,
 )
 
 
@@ -67,9 +70,24 @@ class Residuals:
     inverse: jax.Array
 
 
+@jax.custom_jvp
+def only_once(x: jax.Array) -> jax.Array:
+    """``x``; taking a derivative of it is an error."""
+    return x
+
+
+@only_once.defjvp
+def _no_second_derivative(*_: object) -> Never:
+    raise TypeError(
+        "kimi_delta_attention: the backend 'xla' has a first reverse-mode derivative only; for second derivatives and "
+        "forward mode choose backend='scan'"
+    )
+
+
 def backward(residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Problem]:
     """Gradient of every array of the problem."""
-    problem, d_output = residuals.problem, cotangents[0]
+    problem = residuals.problem
+    d_output, d_final_state = jax.tree.map(only_once, cotangents)
     H, B, T, _ = problem.query.shape
     cut = grouping(H, B, T)
     segments = find_segments(problem, cut.num_chunks)
@@ -101,7 +119,7 @@ def backward(residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]) -> t
         step_decay(prefix, segments),
         residuals.states,
     )
-    d_initial_state, (dvb, d_states, through) = run_steps(step, cotangents[1], rows, segments, reverse=True)
+    d_initial_state, (dvb, d_states, through) = run_steps(step, d_final_state, rows, segments, reverse=True)
     # What the steps know and the chunks need; every token takes the rows of its own step.
     dvb = from_steps(dvb, segments)
     spread = jnp.broadcast_to(through[..., None, :], (*through.shape[:3], CHUNK, through.shape[3]))
@@ -229,7 +247,7 @@ def _pairs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query (with scale), key and log decay by pairs i > j inside a chunk, level by level."""
     query, key = group.query, group.key
-    d_query, d_key, d_decay = [], [], []
+    d_query, d_key, d_decay = jnp.zeros_like(query), jnp.zeros_like(query), jnp.zeros_like(query)
     for m, (prefix, suffix) in zip(LEVELS, group.factors, strict=False):
         key_low, key_up = halves(key, m)
         query_up, prefix_up, suffix_low = halves(query, m)[1], halves(prefix, m)[1], halves(suffix, m)[0]
@@ -240,7 +258,8 @@ def _pairs(
         d_query_up, d_key_up = rows[..., :m, :] * prefix_up, rows[..., m:, :] * prefix_up
         upper = jnp.concatenate([query_up * prefix_up, key_up * prefix_up], axis=-2)
         d_key_low = suffix_low * product("...ij,...ik->...jk", corner, upper)
-        d_query.append(join(jnp.zeros_like(d_query_up), d_query_up))
-        d_key.append(join(d_key_low, d_key_up))
-        d_decay.append(_crossing_sums(key_low * d_key_low, query_up * d_query_up + key_up * d_key_up))
-    return sum(d_query), sum(d_key), sum(d_decay)
+        d_query = update_half(d_query, m, UPPER, lambda half, x=d_query_up: half + x)
+        d_key = update_half(d_key, m, UPPER, lambda half, x=d_key_up: half + x)
+        d_key = update_half(d_key, m, LOWER, lambda half, x=d_key_low: half + x)
+        d_decay += _crossing_sums(key_low * d_key_low, query_up * d_query_up + key_up * d_key_up)
+    return d_query, d_key, d_decay

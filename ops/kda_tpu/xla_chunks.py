@@ -7,7 +7,8 @@ a group of chunks at a time, so that what lies between stays in a CPU's cache.
 A chunk's pairs of tokens (i, j), j < i, are covered by a binary tree: for m = 1, 2, 4, .. 32 every block of 2m tokens
 pairs its upper half (i) with its lower half (j). With R the last token of the lower half, the decay between them is
 
-    exp(g_{j+1} + .. + g_i) = prefix_i suffix_j     prefix_i = exp(g_{R+1} + .. + g_i)   suffix_j = exp(g_{j+1} + .. + g_R)
+    exp(g_{j+1} + .. + g_i) = prefix_i suffix_j
+    prefix_i = exp(g_{R+1} + .. + g_i)          suffix_j = exp(g_{j+1} + .. + g_R)
 
 and no factor exceeds 1, whatever the gate. Both factors of 2m tokens are products of those of m tokens, so one exp per
 gate is all, nothing is ever divided, and a token's result never depends on a later one, not even by rounding.
@@ -27,11 +28,12 @@ from ops.kda_tpu.contract import Problem
 
 CHUNK = 64
 LEVELS = (1, 2, 4, 8, 16, 32)
+LOWER, UPPER = 0, 1
 #: Smallest write strength; the gradient divides by it. It changes a state by less than one float32 rounding.
 SMALLEST_BETA = 2.0**-50
 
 
-#: Chunks, over all heads and batch rows, that are in flight at once: on a CPU what fits its cache, else all that matter.
+#: Chunks, over all heads and batch rows, in flight at once: on a CPU what its cache holds, elsewhere what fills it.
 _IN_FLIGHT = {"cpu": 16}
 _IN_FLIGHT_ELSEWHERE = 8192
 
@@ -167,8 +169,15 @@ def join(lower: jax.Array, upper: jax.Array) -> jax.Array:
     return jnp.stack([lower, upper], axis=-3).reshape(*lead, n * 2 * m, D)
 
 
+def update_half(x: jax.Array, m: int, which: int, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[..., C, D] with ``function`` applied to the lower or upper halves of its blocks of 2m rows."""
+    blocks = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * m), 2, m, x.shape[-1])
+    half = function(blocks[..., which, :, :])
+    return jax.lax.dynamic_update_slice_in_dim(blocks, half[..., None, :, :], which, axis=-3).reshape(x.shape)
+
+
 def only_within_segments(corner: jax.Array, slot: jax.Array | None, m: int) -> jax.Array:
-    """``corner`` [S, H, B, C / 2m, r m, m] with zeros where upper token i and lower token j are of different segments."""
+    """``corner`` [S, H, B, C / 2m, r m, m] with zeros where upper token i and lower token j differ in segment."""
     if slot is None:
         return corner
     lower, upper = halves(slot[..., None], m)
