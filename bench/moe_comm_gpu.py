@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.moe_comm_gpu", description=__doc__)
+    # [] is what argparse holds against the choices when no section is named
     parser.add_argument("section", nargs="*", choices=[[], *SECTIONS], help="sections to run; all by default")
     parser.add_argument("--ranks", type=int, default=8, help="R, local processes")
     parser.add_argument("--tokens", type=int, default=8, help="M, tokens of a rank")

@@ -307,20 +307,19 @@ def check_capacity(config: Config, rows_of_expert: Sequence[int]) -> None:
         ValueError: one expert's rows, or one rank's with their padding, exceed ``capacity``.
     """
     if config.layout == "expert_major":
-        needed = {f"expert {expert}": rows for expert, rows in enumerate(rows_of_expert)}
+        worst = max(range(config.num_experts), key=rows_of_expert.__getitem__)
+        needed, whose = rows_of_expert[worst], f"expert {worst}"
     else:
-        needed = {
-            f"rank {rank} with padding to {config.row_multiple}": sum(
-                round_up(rows_of_expert[expert], config.row_multiple) for expert in config.local_experts(rank)
-            )
-            for rank in range(config.world_size)
-        }
-    for what, rows in needed.items():
-        if rows > config.row_capacity:
-            raise ValueError(
-                f"capacity: expected at least {rows}, the rows of {what}, got {config.row_capacity}; nothing was sent; "
-                f"make the exchange with a larger capacity"
-            )
+        padded = [0] * config.world_size
+        for rank, rows in zip(config.expert_rank, rows_of_expert, strict=True):
+            padded[rank] += round_up(rows, config.row_multiple)
+        worst = max(range(config.world_size), key=padded.__getitem__)
+        needed, whose = padded[worst], f"rank {worst} with padding to {config.row_multiple}"
+    if needed > config.row_capacity:
+        raise ValueError(
+            f"capacity: expected at least {needed}, the rows of {whose}, got {config.row_capacity}; nothing was sent; "
+            f"make the exchange with a larger capacity"
+        )
 
 
 def quantise(tokens: torch.Tensor, dtype: torch.dtype, scale_block: int) -> tuple[torch.Tensor, torch.Tensor]:
