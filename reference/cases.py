@@ -75,7 +75,7 @@ KDA: dict[str, Case] = {
 
 
 def make(case: Case, seed: int) -> tuple[kda.Inputs, Array, Array]:
-    """Inputs, d_output [H, B, T, V] and d_final_state [B, N, H, K, V] in float32; padding rows are NaN in the inputs."""
+    """Inputs, d_output [H, B, T, V] and d_final_state [B, N, H, K, V] in float32; padding is NaN in the inputs."""
     random = np.random.default_rng(seed)
     H, B, T, K, V = case.heads, case.batch, case.tokens, case.key_channels, case.value_channels
     N = case.segments or 1

@@ -23,7 +23,7 @@ _BF16_INPUTS = ("query", "key", "value", "gate", "beta")
 
 @functools.lru_cache(maxsize=64)
 def _compiled(operator: Operator, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """(output, final_state), gradients of one jitted call; the segment ids are traced, so that shapes are all it compiles."""
+    """One jitted call: (output, final_state), gradients. Segment ids are traced, so that only shapes are compiled."""
 
     def run(arrays: dict[str, Any], segment_ids: Any, cotangents: tuple[Any, Any]) -> Any:
         def call(arrays: dict[str, Any]) -> tuple[Any, Any]:
