@@ -174,6 +174,7 @@ def _device_row(case: Case) -> dict[str, object]:
 
 def _error(name: str, case: Case) -> float:
     """Largest relative root mean square error of output and gradients against the float64 reference."""
+    import jax
     import numpy as np
 
     from bench import kda_cases
@@ -181,7 +182,7 @@ def _error(name: str, case: Case) -> float:
 
     arrays = kda_cases.values(case)
     _, d_output = kda_cases.arguments(case, arrays)
-    output, gradients = kda_cases.program(registry.select("kda", name), case)(arrays, d_output)
+    output, gradients = jax.jit(kda_cases.program(registry.select("kda", name), case))(arrays, d_output)
     wide: dict[str, Any] = {key: np.asarray(array, np.float64) for key, array in arrays.items()}
     inputs = kda.Inputs(**wide, **case.options)
     expected, _ = kda.forward(inputs)
