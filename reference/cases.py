@@ -65,11 +65,11 @@ KDA: dict[str, Case] = {
         Case("training", 16, 1, 8192, 128, 128, **_TRAINING),
         Case("packed", 16, 1, sum(_PACKED), 128, 128, segments=len(_PACKED), lengths=_PACKED, **_TRAINING),
         # Small ones, for tests: each option at least once, lengths that are no multiple of a chunk, K != V.
-        Case("plain", 2, 1, 70, 16, 24),
+        Case("plain", 8, 1, 200, 8, 12),
         Case("short", 2, 2, 5, 8, 8, state=True),
         Case("softplus", 2, 2, 130, 16, 8, segments=5, normalise=True, raw_gate=True, bias=True, state=True),
         Case("bounded", 1, 1, 200, 8, 40, segments=3, normalise=True, raw_gate=True, lower_bound=-5.0, state=True),
-        Case("segments", 2, 1, 150, 16, 16, segments=7),
+        Case("segments", 4, 2, 150, 8, 8, segments=7),
     )
 }
 
@@ -89,16 +89,20 @@ def make(case: Case, seed: int) -> tuple[kda.Inputs, Array, Array]:
 
     gate = normal(H, B, T, K)
     if not case.raw_gate:
-        gate = (-case.decay * random.exponential(size=gate.shape)).astype(np.float32)
-    arrays = {"query": rows(), "key": rows(), "value": normal(H, B, T, V), "gate": gate}
-    arrays["beta"] = random.uniform(size=(H, B, T)).astype(np.float32)
+        gate = -np.float32(case.decay) * random.standard_exponential(gate.shape, dtype=np.float32)
+    query, key, value = rows(), rows(), normal(H, B, T, V)
+    beta = np.asarray(random.uniform(size=(H, B, T))).astype(np.float32)
     ids = None if case.segments is None else segment_ids(case, random)
     if ids is not None:
-        for array in arrays.values():
+        for array in (query, key, value, gate, beta):
             array[:, ids == 0] = np.nan
     inputs = kda.Inputs(
-        **arrays,
-        a_log=np.log(case.decay + 0.1 * random.uniform(size=H)).astype(np.float32) if case.raw_gate else None,
+        query=query,
+        key=key,
+        value=value,
+        gate=gate,
+        beta=beta,
+        a_log=np.log(case.decay + 0.1 * random.uniform(size=(H,))).astype(np.float32) if case.raw_gate else None,
         delta_time_bias=0.5 * normal(H * K) if case.bias else None,
         initial_state=normal(B, N, H, K, V) if case.state else None,
         segment_ids=ids,

@@ -34,6 +34,7 @@ from ops.kda_tpu.xla_chunks import (
     LOWER,
     UPPER,
     Group,
+    add_to_half,
     find_segments,
     from_chunks,
     from_steps,
@@ -46,7 +47,6 @@ from ops.kda_tpu.xla_chunks import (
     run_steps,
     step_decay,
     to_steps,
-    update_half,
 )
 
 
@@ -137,8 +137,8 @@ def backward(residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]) -> t
             problem, group, cut.tokens(d_output, index), chunks(dvb), chunks(residuals.v_new), *map(chunks, from_states)
         )
 
-    gradients = cut.over(finish)
-    return (_gradients(problem, *(from_chunks(x, T) for x in gradients), d_initial_state),)
+    d_query, d_key, d_value, d_decay, d_beta = (from_chunks(x, T) for x in cut.over(finish))
+    return (_gradients(problem, d_query, d_key, d_value, d_decay, d_beta, d_initial_state),)
 
 
 def _group_gradients(
@@ -177,7 +177,7 @@ def _group_gradients(
     diagonal = jnp.sum(d_output * v_new, axis=-1, keepdims=True)
     d_query = problem.scale * (d_query + d_query_in + diagonal * key)
     d_key = d_key + d_key_in + d_key_out + diagonal * query
-    if problem.use_qk_l2norm:
+    if group.query_reciprocal is not None and group.key_reciprocal is not None:
         d_query = gates.l2_normalize_backward(query / problem.scale, group.query_reciprocal, d_query)
         d_key = gates.l2_normalize_backward(key, group.key_reciprocal, d_key)
     return d_query, d_key, d_value, d_decay + d_decay_pairs, d_beta
@@ -258,8 +258,8 @@ def _pairs(
         d_query_up, d_key_up = rows[..., :m, :] * prefix_up, rows[..., m:, :] * prefix_up
         upper = jnp.concatenate([query_up * prefix_up, key_up * prefix_up], axis=-2)
         d_key_low = suffix_low * product("...ij,...ik->...jk", corner, upper)
-        d_query = update_half(d_query, m, UPPER, lambda half, x=d_query_up: half + x)
-        d_key = update_half(d_key, m, UPPER, lambda half, x=d_key_up: half + x)
-        d_key = update_half(d_key, m, LOWER, lambda half, x=d_key_low: half + x)
+        d_query = add_to_half(d_query, m, UPPER, d_query_up)
+        d_key = add_to_half(d_key, m, UPPER, d_key_up)
+        d_key = add_to_half(d_key, m, LOWER, d_key_low)
         d_decay += _crossing_sums(key_low * d_key_low, query_up * d_query_up + key_up * d_key_up)
     return d_query, d_key, d_decay

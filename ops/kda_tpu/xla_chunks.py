@@ -62,7 +62,7 @@ class Grouping:
         if self.num_groups == 1:
             return function(jnp.int32(0))
         results = jax.lax.map(function, jnp.arange(self.num_groups))
-        return jax.tree.map(lambda x: x.reshape(self.num_chunks, *x.shape[2:]), results)  # type: ignore[no-any-return]
+        return jax.tree.map(lambda x: x.reshape(self.num_chunks, *x.shape[2:]), results)
 
     def tokens(self, x: jax.Array, group: jax.Array) -> jax.Array:
         """The group's tokens of [H, B, T, D] as float32 [group_chunks, H, B, C, D]; zeros behind the last token."""
@@ -169,10 +169,10 @@ def join(lower: jax.Array, upper: jax.Array) -> jax.Array:
     return jnp.stack([lower, upper], axis=-3).reshape(*lead, n * 2 * m, D)
 
 
-def update_half(x: jax.Array, m: int, which: int, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """[..., C, D] with ``function`` applied to the lower or upper halves of its blocks of 2m rows."""
+def add_to_half(x: jax.Array, m: int, which: int, amount: jax.Array) -> jax.Array:
+    """[..., C, D] with ``amount`` [..., C / 2m, m, D] added to the lower or upper halves of its blocks of 2m rows."""
     blocks = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * m), 2, m, x.shape[-1])
-    half = function(blocks[..., which, :, :])
+    half = blocks[..., which, :, :] + amount
     return jax.lax.dynamic_update_slice_in_dim(blocks, half[..., None, :, :], which, axis=-3).reshape(x.shape)
 
 
