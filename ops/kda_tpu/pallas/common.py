@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ LOG2_E = math.log2(math.e)
 LOWEST_LOG2_DECAY = -150.0
 """No log2 decay below this: 2^-150 is 0 in float32, and finite sums of it keep inf - inf out."""
 _LARGEST_A_LOG = 80.0  # exp of it is finite, and large enough to reach every bound of a gate
-Stage = Generator["Need | Done | None", None, None]
+_Result = TypeVar("_Result")
+Phases = Generator["Need | Done | None", None, _Result]
+"""Part of a stage: yields at the end of each phase (see :func:`interleave`) and returns a result."""
+Stage = Phases[None]
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -106,8 +110,8 @@ def log2_decay(gate: jax.Array, rows: jax.Array | None, form: GateForm) -> jax.A
     """Log2 of the decay, at least LOWEST_LOG2_DECAY.
 
     bounded    log2 e lower_bound sigmoid(exp(a_log) (gate + bias))
-    softplus   -exp(a_log) log2(1 + 2^z), z = log2 e (gate + bias); for z < -12 its first term, whose exponents are added
-               before they are raised, since the factors alone leave float32's range
+    softplus   -exp(a_log) log2(1 + 2^z), z = log2 e (gate + bias); for z < -12 its first term, whose exponents are
+               added before they are raised, since the factors alone leave float32's range
 
     Args:
         gate: [C, K] float32, raw or the natural log of the decay.

@@ -2,30 +2,34 @@
 
 With G the inclusive cumulative log2 decay of a chunk and E_ij = 2^(G_i - G_j) per channel,
 
-    Aqk_ij = scale sum_c q_ic k_jc E_ijc  (j <= i)        L_ij = beta_i sum_c k_ic k_jc E_ijc  (j < i)        A = (I + L)^-1
+    Aqk_ij = scale sum_c q_ic k_jc E_ijc  (j <= i)     L_ij = beta_i sum_c k_ic k_jc E_ijc  (j < i)     A = (I + L)^-1
 
-E is split as 2^(G_i - R) 2^(R - G_j) with an anchor R. A binary tree takes R between j and i, so both exponents are <= 0
-for every gate: level m holds the pairs with i in the upper and j in the lower half of a block of 2m rows. It stops at blocks
-of ``anchor_rows`` rows, inside which the anchor is the block's first row and the exponents may be positive: the steepest
-decay is either known to be small enough or clamped there. Anchors never lie behind i, so a later gate changes nothing.
+E is split as 2^(G_i - R) 2^(R - G_j) with an anchor R. A binary tree takes R between j and i, so both exponents are
+<= 0 for every gate: level m holds the pairs with i in the upper and j in the lower half of a block of 2m rows. It stops
+at blocks of ``anchor_rows`` rows, inside which the anchor is the block's first row and the exponents may be positive:
+the steepest decay is either known to be small enough or clamped there. Anchors never lie behind i, so a later gate
+changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops.kda_tpu.pallas.common import GateForm, Stage, iota, nn, nt, split
+from ops.kda_tpu.pallas.common import GateForm, Phases, iota, nn, nt, split
 from ops.kda_tpu.pallas.config import CHUNK
 
 _SUBLANES = 8
 _EXPONENT_RANGE = 200.0  # of float32's 252, the rest is room for the operands
 _INVERSE_ROWS = 16  # of the blocks inverted by substitution
+_PAIR = (CHUNK, 2 * CHUNK)  # two matrices [C, C] side by side fill the lanes
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class IntraForm:
 
     Attributes:
         anchor_rows: rows of the innermost blocks: 16 or 8; 1 is the tree all the way down.
-        clamp: largest -log2 decay of a token used inside those blocks, None if no gate exceeds it. A pair across a clamped
-            token counts with 2^-clamp instead of less.
+        clamp: largest -log2 decay of a token used inside those blocks, None if no gate exceeds it. A pair across a
+            clamped token counts with 2^-clamp instead of less.
         bias: added to the exponents of the left factor and taken from the right one, so that both use half the range.
         local_sums: sums of decays are formed from their own terms, not as differences of G.
     """
@@ -132,71 +136,89 @@ class DecaySums:
         return jnp.concatenate(parts, axis=0)
 
 
-def scores(
-    sums: Sequence[DecaySums], query: Sequence[Callable[[], jax.Array]], key: Sequence[Callable[[], jax.Array]]
-) -> Stage:
-    """Generator; returns for each head and chunk (sum q k E for j <= i, sum k k E for j < i), [C, C] float32, else 0.
+@dataclass(frozen=True)
+class Rows:
+    """One head and chunk as the products inside a chunk see it.
 
-    Args:
-        sums: decay sums of each head and chunk of the group.
+    Attributes:
+        sums: its decay sums.
         query: loads [C, K] in the compute dtype.
         key: loads [C, K] in the compute dtype.
     """
-    form = sums[0].form
-    row, column = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+
+    sums: DecaySums
+    query: Callable[[], jax.Array]
+    key: Callable[[], jax.Array]
+
+
+Pair = tuple[Rows, Rows]
+
+
+def scores(pairs: Sequence[Pair], form: IntraForm) -> Phases[list[tuple[jax.Array, jax.Array]]]:
+    """Returns for each pair (sum q k E for j <= i, sum k k E for j < i), 0 elsewhere, [C, 128] float32.
+
+    The matrices of a pair lie side by side: both right factors are loaded into the matrix unit at once, which costs no
+    more, and of each product the half that belongs to its own rows is kept.
+    """
+    row, column = iota(_PAIR, 0), iota(_PAIR, 1) % CHUNK
     same = (row // form.anchor_rows) == (column // form.anchor_rows)
-    masks = (same & (column <= row), same & (column < row))
-    products = [_anchored_product(*unit) for unit in zip(sums, query, key, strict=True)]
+    products = [_anchored_product(pair) for pair in pairs]
     yield None
-    found = [tuple(jnp.where(mask, part, 0.0) for mask, part in zip(masks, _halves(p), strict=True)) for p in products]
+    found = [
+        (jnp.where(same & (column <= row), qk, 0.0), jnp.where(same & (column < row), kk, 0.0)) for qk, kk in products
+    ]
     for m in form.levels:
-        products = [_level_product(m, *unit) for unit in zip(sums, query, key, strict=True)]
+        products = [_level_product(pair, m) for pair in pairs]
         yield None
         mask = _upper((row // m == column // m + 1) & (row // m % 2 == 1), m)
         found = [
-            tuple(
-                _put_upper(into, jnp.where(mask, part, _upper(into, m)), m)
-                for into, part in zip(u, _halves(p), strict=True)
-            )
-            for u, p in zip(found, products, strict=True)
+            (_blend(into[0], qk, mask, m), _blend(into[1], kk, mask, m))
+            for into, (qk, kk) in zip(found, products, strict=True)
         ]
     return found
 
 
-def _anchored_product(sums: DecaySums, query: Callable[[], jax.Array], key: Callable[[], jax.Array]) -> jax.Array:
-    q, k = query(), key()
-    if sums.form.anchor_rows == 1:
-        return nt(jnp.concatenate([q, k], axis=0), k)
-    exponent = sums.anchored()
-    left, right = jnp.exp2(exponent), jnp.exp2(-exponent)
-    return nt(jnp.concatenate([_times(q, left), _times(k, left)], axis=0), _times(k, right))
+def _anchored_product(pair: Pair) -> tuple[jax.Array, jax.Array]:
+    left, right = [], []
+    for rows in pair:
+        q, k = rows.query(), rows.key()
+        if rows.sums.form.anchor_rows > 1:
+            exponent = rows.sums.anchored()
+            decay = jnp.exp2(exponent)
+            right.append(_times(k, jnp.exp2(-exponent)))
+            q, k = _times(q, decay), _times(k, decay)
+        else:
+            right.append(k)
+        left += [q, k]
+    return _own_columns(nt(jnp.concatenate(left, axis=0), jnp.concatenate(right, axis=0)))
 
 
-def _level_product(m: int, sums: DecaySums, query: Callable[[], jax.Array], key: Callable[[], jax.Array]) -> jax.Array:
-    decay = jnp.exp2(sums.level(m))
-    k = _times(key(), decay)
-    q = _times(_upper(query(), m), _upper(decay, m))
-    return nt(jnp.concatenate([q, _upper(k, m)], axis=0), k)
+def _level_product(pair: Pair, m: int) -> tuple[jax.Array, jax.Array]:
+    left, right = [], []
+    for rows in pair:
+        decay = jnp.exp2(rows.sums.level(m))
+        k = _times(rows.key(), decay)
+        left += [_times(_upper(rows.query(), m), _upper(decay, m)), _upper(k, m)]
+        right.append(k)
+    return _own_columns(nt(jnp.concatenate(left, axis=0), jnp.concatenate(right, axis=0)))
+
+
+def _own_columns(product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks of rows q, k of the first of a pair, q, k of the second; each keeps its own 64 columns."""
+    n = product.shape[0] // 4
+    first = iota((n, 2 * CHUNK), 1) < CHUNK
+    return jnp.where(first, product[:n], product[2 * n : 3 * n]), jnp.where(first, product[n : 2 * n], product[3 * n :])
 
 
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    half = x.shape[0] // 2
-    return x[:half], x[half:]
-
-
-def _upper_starts(m: int) -> list[int]:
-    return list(range(m, CHUNK, 2 * m))
-
-
 def _upper(x: jax.Array, m: int) -> jax.Array:
     """Rows of the upper halves of blocks of 2m rows; all rows where those are no whole registers."""
     if m < _SUBLANES:
         return x
-    return jnp.concatenate([x[start : start + m] for start in _upper_starts(m)], axis=0)
+    return jnp.concatenate([x[start : start + m] for start in range(m, CHUNK, 2 * m)], axis=0)
 
 
 def _put_upper(x: jax.Array, rows: jax.Array, m: int) -> jax.Array:
@@ -204,55 +226,55 @@ def _put_upper(x: jax.Array, rows: jax.Array, m: int) -> jax.Array:
     if m < _SUBLANES:
         return rows
     parts = []
-    for n, start in enumerate(_upper_starts(m)):
+    for n, start in enumerate(range(m, CHUNK, 2 * m)):
         parts += [x[start - m : start], rows[n * m : (n + 1) * m]]
     return jnp.concatenate(parts, axis=0)
 
 
-def invert(lower: Sequence[jax.Array], terms: int) -> Stage:
-    """Generator; returns (I + L)^-1 of strictly lower triangular L [C, C] float32, one for each of up to four.
+def _blend(x: jax.Array, rows: jax.Array, mask: jax.Array, m: int) -> jax.Array:
+    return _put_upper(x, jnp.where(mask, rows, _upper(x, m)), m)
 
-    Blocks of 16 rows by exact substitution, all of two matrices side by side in 128 lanes; then twice
-    [[X, 0], [-Y M X, Y]] for the inverses X, Y of two neighbouring blocks with M below X. A Neumann product instead of the
-    substitution would lose everything for nearly parallel keys.
+
+def invert(lower: Sequence[jax.Array], terms: int, scratch: Sequence[Any]) -> Phases[list[jax.Array]]:
+    """Returns (I + L)^-1 of strictly lower triangular L, pairs side by side in [C, 128] float32.
+
+    Blocks of 16 rows by exact substitution; then twice [[X, 0], [-Y M X, Y]] for the inverses X, Y of two neighbouring
+    blocks with M below X. A Neumann product instead of the substitution would lose everything for nearly parallel keys.
 
     Args:
-        lower: the matrices L.
+        lower: pairs of matrices L, at most two pairs.
         terms: bfloat16 terms of the operands of the merging products: 2 (4 passes, 16 bits) or 3 (6 passes, float32).
+        scratch: a ref [16, 128] float32 for each pair.
     """
-    last = len(lower) - 1
-    pairs = [jnp.concatenate([lower[n], lower[min(n + 1, last)]], axis=1) for n in range(0, last + 1, 2)]
-    inverse = yield from _substitute(pairs)
+    inverse = yield from _substitute(lower, scratch)
     for m in (16, 32):
-        inverse = yield from _merge(pairs, inverse, m, terms)
-    return [inverse[n // 2][:, n % 2 * CHUNK :][:, :CHUNK] for n in range(last + 1)]
+        inverse = yield from _merge(lower, inverse, m, terms)
+    return inverse
 
 
-def _substitute(pairs: Sequence[jax.Array]) -> Stage:
-    """Generator; returns the inverses of the diagonal blocks of 16 rows, [C, 128] for two matrices, 0 elsewhere."""
+def _substitute(pairs: Sequence[jax.Array], scratch: Sequence[Any]) -> Phases[list[jax.Array]]:
+    """Returns the inverses of the diagonal blocks of 16 rows, 0 elsewhere.
+
+    Finished rows go through memory: a load repeats a row over the sublanes at once, the permute unit takes far longer.
+    """
     rows, registers = _INVERSE_ROWS, _INVERSE_ROWS // _SUBLANES
     shape = (_SUBLANES, 2 * CHUNK)
     lane, row = iota(shape, 1), iota(shape, 0)
     block, column = lane % CHUNK // rows, lane % rows
     packed, inverse = [], []
     for pair in pairs:
-        registers_of = [pair[start : start + _SUBLANES] for start in range(0, CHUNK, _SUBLANES)]
-        packed.append([])
-        for a in range(registers):
-            x = registers_of[a]
-            for b in range(1, CHUNK // rows):
-                x = jnp.where(block == b, registers_of[b * registers + a], x)
-            packed[-1].append(x)
+        packed.append([_diagonal_blocks(pair, a, block) for a in range(registers)])
         inverse.append([jnp.where(row + _SUBLANES * a == column, 1.0, 0.0) for a in range(registers)])
     for t in range(rows - 1):
         # X_i -= L_it X_t for the rows i > t; L is 0 at the others.
         index = lane - column + t
-        for x, lower in zip(inverse, packed, strict=True):
-            x_t = x[t // _SUBLANES][t % _SUBLANES : t % _SUBLANES + 1]
+        for x, lower, ref in zip(inverse, packed, scratch, strict=True):
+            ref[pl.ds(t // _SUBLANES * _SUBLANES, _SUBLANES)] = x[t // _SUBLANES]
+            x_t = ref[t : t + 1]
             for a in range((t + 1) // _SUBLANES, registers):
-                l_t = jnp.take_along_axis(lower[a], index, axis=1, mode="promise_in_bounds")
-                x[a] = x[a] - l_t * x_t
-        yield None
+                x[a] -= jnp.take_along_axis(lower[a], index, axis=1, mode="promise_in_bounds") * x_t
+        if t % 5 == 4:
+            yield None
     return [
         jnp.concatenate(
             [jnp.where(block == b, x[a], 0.0) for b in range(CHUNK // rows) for a in range(registers)], axis=0
@@ -261,52 +283,57 @@ def _substitute(pairs: Sequence[jax.Array]) -> Stage:
     ]
 
 
-def _merge(pairs: Sequence[jax.Array], inverse: Sequence[jax.Array], m: int, terms: int) -> Stage:
-    """Generator; returns the inverses of the diagonal blocks of 2m rows from those of m rows."""
+def _diagonal_blocks(pair: jax.Array, a: int, block: jax.Array) -> jax.Array:
+    """Register ``a`` of every diagonal block of 16 rows, each in its own columns [8, 128]."""
+    x = pair[_SUBLANES * a :][:_SUBLANES]
+    for b in range(1, CHUNK // _INVERSE_ROWS):
+        start = b * _INVERSE_ROWS + _SUBLANES * a
+        x = jnp.where(block == b, pair[start : start + _SUBLANES], x)
+    return x
+
+
+def _merge(pairs: Sequence[jax.Array], inverse: Sequence[jax.Array], m: int, terms: int) -> Phases[list[jax.Array]]:
+    """Returns the inverses of the diagonal blocks of 2m rows from those of m rows."""
     shape = (CHUNK // 2, 2 * CHUNK)
-    lower_start = iota(shape, 0) // m * 2 * m
-    column = iota(shape, 1) % CHUNK
-    below = (column >= lower_start) & (column < lower_start + m)
-    products = _pair_products([jnp.where(below, _upper(pair, m), 0.0) for pair in pairs], inverse, terms)
+    start, column = iota(shape, 0) // m * 2 * m, iota(shape, 1) % CHUNK
+    below = (column >= start) & (column < start + m)
+    left = [jnp.where(below, _upper(pair, m), 0.0) for pair in pairs]
+    products = _pair_products(left, [_float_terms(x, terms) for x in inverse], terms)
     yield None
-    zero = jnp.zeros((CHUNK, 2 * CHUNK), jnp.float32)
     upper = [_upper(x, m) for x in inverse]
-    products = _pair_products(upper, [_put_upper(zero, y, m) for y in products], terms)
+    zero = jnp.zeros((CHUNK, 2 * CHUNK), jnp.float32)
+    right = [[_put_upper(zero, part, m) for part in _float_terms(y, terms)] for y in products]
+    products = _pair_products(upper, right, terms)
     yield None
     return [_put_upper(x, u - w, m) for x, u, w in zip(inverse, upper, products, strict=True)]
 
 
-def _pair_products(left: Sequence[jax.Array], right: Sequence[jax.Array], terms: int) -> list[jax.Array]:
-    """Products [32, 64] [64, 64] of each matrix, two side by side in 128 lanes, to 8 * ``terms`` bits.
+def _pair_products(left: Sequence[jax.Array], right: Sequence[Sequence[jax.Array]], terms: int) -> list[jax.Array]:
+    """Products of matrices [32, 64] with matrices given as terms [64, 64], pairs side by side, to 8 * ``terms`` bits.
 
-    The passes of all matrices are stacked in one or two products of the matrix unit: passes along the contraction, the
-    matrices of all pairs along rows and columns; the blocks that belong to one matrix are taken out of the result.
+    The passes of all matrices are stacked in one or two products of the matrix unit: passes along the contraction,
+    matrices along rows and columns; of the result each keeps its own block.
     """
     first = iota(left[0].shape, 1) < CHUNK
     rows = left[0].shape[0]
-    l_terms = [_float_terms(x, terms) for x in left]
-    r_terms = [
-        jnp.concatenate([t.astype(jnp.bfloat16) for t in ts], axis=1)
-        for ts in zip(*(_float_terms(x, terms) for x in right))
-    ]
+    left_terms = [_float_terms(x, terms) for x in left]
+    wide = [jnp.concatenate(parts, axis=1).astype(jnp.bfloat16) for parts in zip(*right, strict=True)]
 
     def stacked(one: int, two: int) -> jax.Array:
         parts = []
-        for ts in l_terms:
-            swapped = [pltpu.roll(ts[n], CHUNK, 1) for n in (one, two)]
-            parts += [jnp.where(first, ts[one], swapped[1]), jnp.where(first, swapped[0], ts[two])]
+        for x in left_terms:
+            parts.append(jnp.where(first, x[one], pltpu.roll(x[two], CHUNK, 1)))
+            parts.append(jnp.where(first, pltpu.roll(x[one], CHUNK, 1), x[two]))
         return jnp.concatenate(parts, axis=0).astype(jnp.bfloat16)
 
     high = stacked(0, 1)
-    result = nn(
-        jnp.concatenate([high, high], axis=1), jnp.concatenate([r_terms[0], r_terms[0], r_terms[1], r_terms[1]], axis=0)
-    )
+    result = nn(jnp.concatenate([high, high], axis=1), jnp.concatenate([wide[0], wide[0], wide[1], wide[1]], axis=0))
     if terms == 3:
-        result += nn(stacked(0, 2), jnp.concatenate([r_terms[2], r_terms[0]], axis=0))
+        result += nn(stacked(0, 2), jnp.concatenate([wide[2], wide[0]], axis=0))
     blocks = []
     for n in range(len(left)):
-        own = result[2 * rows * n : 2 * rows * (n + 1), 2 * CHUNK * n : 2 * CHUNK * (n + 1)]
-        blocks.append(jnp.where(first, own[:rows], own[rows:]))
+        own = result[2 * rows * n :, 2 * CHUNK * n : 2 * CHUNK * (n + 1)]
+        blocks.append(jnp.where(first, own[:rows], own[rows : 2 * rows]))
     return blocks
 
 
@@ -323,7 +350,8 @@ def _float_terms(x: jax.Array, terms: int) -> list[jax.Array]:
 def decay_sums(decay: Sequence[jax.Array], matrix: jax.Array, form: IntraForm) -> list[list[jax.Array]]:
     """Sums of log2 decays [C, K] of each head and chunk, as many arrays [C, K] as ``form.sums``.
 
-    One product with the 0/1 matrix for a pair of arrays side by side: two heads, or a head's decays and their clamped form.
+    One product with the 0/1 matrix for a pair of arrays side by side: two heads, or a head's decays and their clamped
+    form.
 
     Args:
         decay: log2 decays of each head and chunk, float32.
