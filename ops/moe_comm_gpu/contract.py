@@ -244,6 +244,24 @@ def check_tensor(
     return tensor
 
 
+def check_contiguous(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """As :func:`check_tensor`, for a tensor to be filled.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape or device, or not contiguous.
+    """
+    check_tensor(name, tensor, shape, dtypes, device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}; pass another")
+
+
 def check_num_tokens(name: str, got: int, config: Config) -> None:
     """The single statement of how many tokens fit.
 

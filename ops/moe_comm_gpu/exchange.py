@@ -113,7 +113,8 @@ class Exchange(abc.ABC):
             RuntimeError: closed, or too many batches under way.
             TimeoutError: a rank did not arrive within ``timeout_s``; names it.
         """
-        return self.dispatch_recv(self.dispatch_send(tokens, ids, scales=scales, weights=weights, bound=bound), out=out)
+        request = self._prepare_dispatch(tokens, ids, scales, weights, bound, out)
+        return self.dispatch_recv(self._start_dispatch(request), out)
 
     def combine(
         self,
@@ -142,10 +143,10 @@ class Exchange(abc.ABC):
         Raises:
             ValueError, TypeError, RuntimeError, TimeoutError: as for :meth:`dispatch`.
         """
-        if accumulate and out is None:
-            raise ValueError("accumulate: expected out, the tensor to add to, got None")
-        pending = self.combine_send(handle, expert_rows, weights)
-        return self.combine_recv(pending, out=out, accumulate=accumulate, bias=bias)
+        self._check_open("combine")
+        request = self._checked_combine(handle, expert_rows, weights)
+        self._check_sum(request, out, accumulate, bias)
+        return self.combine_recv(self._start_combine(request), out=out, accumulate=accumulate, bias=bias)
 
     def dispatch_send(
         self,
@@ -157,13 +158,7 @@ class Exchange(abc.ABC):
         bound: Tensor | None = None,
     ) -> DispatchRequest:
         """First half of :meth:`dispatch`: starts sending and returns what :meth:`dispatch_recv` takes."""
-        self._check_open("dispatch")
-        try:
-            request = self._checked_dispatch(tokens, ids, scales, weights, bound)
-        except (ValueError, TypeError) as error:
-            self._announce_refusal(error)
-            raise
-        return self._start_dispatch(request)
+        return self._start_dispatch(self._prepare_dispatch(tokens, ids, scales, weights, bound, None))
 
     def dispatch_recv(self, request: DispatchRequest, out: RowTensors | None = None) -> Handle:
         """Second half of :meth:`dispatch`: waits for the rows."""
@@ -172,8 +167,8 @@ class Exchange(abc.ABC):
             raise RuntimeError(
                 "dispatch_recv: this dispatch was received already; each dispatch_send has one dispatch_recv"
             )
-        source = request.source
-        if source is not None and torch.is_grad_enabled() and source.requires_grad:
+        self._check_row_tensors(request, out)
+        if _records_gradient(request.source):
             return autograd.dispatch(self, request, out)
         return self._finish_dispatch(request, out)
 
@@ -196,25 +191,8 @@ class Exchange(abc.ABC):
             raise RuntimeError(
                 "combine_recv: this combine was received already; each combine_send has one combine_recv"
             )
-        rows = request.expert_rows
-        shape = (request.handle.num_tokens, self.config.hidden)
-        sums = tuple({rows.dtype: 0, torch.float32: 0})
-        if bias is not None:
-            contract.check_tensor("bias", bias, shape, sums, rows.device)
-        if out is not None:
-            contract.check_tensor("out", out, shape, sums, rows.device)
-            if not out.is_contiguous():
-                raise ValueError(
-                    f"out: expected a contiguous tensor, got strides {tuple(out.stride())}; pass a contiguous one"
-                )
-        elif accumulate:
-            raise ValueError("accumulate: expected out, the tensor to add to, got None")
-        inputs = (request.source_rows, request.source_weights, bias, request.handle.anchor)
-        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-            if out is not None:
-                raise ValueError(
-                    "out: expected None while gradients are recorded, got a tensor; use bias, or torch.no_grad()"
-                )
+        self._check_sum(request, out, accumulate, bias)
+        if _records_gradient(request.source_rows, request.source_weights, bias, request.handle.anchor):
             return autograd.combine(self, request, bias)
         return self._finish_combine(request, out, bias, accumulate)
 
@@ -233,6 +211,24 @@ class Exchange(abc.ABC):
         self.close()
 
     # Steps without checks; gradients use them as well.
+
+    def _prepare_dispatch(
+        self,
+        tokens: Tensor,
+        ids: Tensor,
+        scales: Tensor | None,
+        weights: Tensor | None,
+        bound: Tensor | None,
+        out: RowTensors | None,
+    ) -> DispatchRequest:
+        self._check_open("dispatch")
+        try:
+            request = self._checked_dispatch(tokens, ids, scales, weights, bound)
+            self._check_row_tensors(request, out)
+        except (ValueError, TypeError) as error:
+            self._announce_refusal(error)
+            raise
+        return request
 
     def _start_dispatch(self, request: DispatchRequest) -> DispatchRequest:
         limit = self.config.num_buffer_sets
@@ -272,17 +268,12 @@ class Exchange(abc.ABC):
         device = request.tokens.device
         prefix = config.rows_prefix
 
-        def new(shape: tuple[int, ...], dtype: torch.dtype, given: Tensor | None = None, name: str = "") -> Tensor:
-            if given is None:
-                return torch.empty(shape, dtype=dtype, device=device)
-            contract.check_tensor(name, given, shape, (dtype,), device)
-            if not given.is_contiguous():
-                raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(given.stride())}")
-            return given
+        def new(shape: tuple[int, ...], dtype: torch.dtype, given: Tensor | None = None) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device) if given is None else given
 
         scales = None
         if config.num_scales:
-            scales = new((*prefix, config.num_scales), torch.float32, out.scales, "out.scales")
+            scales = new((*prefix, config.num_scales), torch.float32, out.scales)
         return Handle(
             owner=self,
             config=config,
@@ -290,11 +281,9 @@ class Exchange(abc.ABC):
             ids=request.ids,
             bound=request.bound,
             weights=request.source_weights if request.source_weights is not None else request.weights,
-            rows=new((*prefix, config.hidden), request.row_dtype, out.rows, "out.rows"),
+            rows=new((*prefix, config.hidden), request.row_dtype, out.rows),
             scales=scales,
-            tokens_per_expert=new(
-                (config.num_local_experts,), torch.int32, out.tokens_per_expert, "out.tokens_per_expert"
-            ),
+            tokens_per_expert=new((config.num_local_experts,), torch.int32, out.tokens_per_expert),
             offsets=new((config.num_local_experts + 1,), torch.int64),
             source_rank=new(prefix, torch.int32),
             source_token=new(prefix, torch.int32),
@@ -355,6 +344,35 @@ class Exchange(abc.ABC):
             source_weights=weights,
         )
 
+    def _check_row_tensors(self, request: DispatchRequest, out: RowTensors | None) -> None:
+        if out is None:
+            return
+        config = self.config
+        if out.rows is not None and _records_gradient(request.source):
+            raise ValueError("out.rows: expected None while gradients are recorded, got a tensor; use torch.no_grad()")
+        for name, given, shape, dtype in (
+            ("out.rows", out.rows, (*config.rows_prefix, config.hidden), request.row_dtype),
+            ("out.scales", out.scales, (*config.rows_prefix, config.num_scales), torch.float32),
+            ("out.tokens_per_expert", out.tokens_per_expert, (config.num_local_experts,), torch.int32),
+        ):
+            if given is not None:
+                contract.check_contiguous(name, given, shape, (dtype,), request.tokens.device)
+
+    def _check_sum(self, request: CombineRequest, out: Tensor | None, accumulate: bool, bias: Tensor | None) -> None:
+        rows, handle = request.expert_rows, request.handle
+        shape = (handle.num_tokens, self.config.hidden)
+        dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
+        if bias is not None:
+            contract.check_tensor("bias", bias, shape, dtypes, rows.device)
+        if out is not None:
+            contract.check_contiguous("out", out, shape, dtypes, rows.device)
+            if _records_gradient(request.source_rows, request.source_weights, bias, handle.anchor):
+                raise ValueError(
+                    "out: expected None while gradients are recorded, got a tensor; use bias, or torch.no_grad()"
+                )
+        elif accumulate:
+            raise ValueError("accumulate: expected out, the tensor to add to, got None")
+
     def _checked_combine(self, handle: Handle, expert_rows: Tensor, weights: Tensor | None) -> CombineRequest:
         config = self.config
         if not isinstance(handle, Handle):
@@ -391,6 +409,10 @@ class Exchange(abc.ABC):
             source_rows=expert_rows,
             source_weights=weights,
         )
+
+
+def _records_gradient(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
 
 def open_exchange(config: Config, backend: str | None = None, **options: Any) -> Exchange:
