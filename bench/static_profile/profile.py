@@ -25,6 +25,7 @@ from bench.static_profile.schedule import UNITS, Loop, Schedule, read_schedule
 
 _KERNEL_NAME = re.compile(r'kernel_name = "([^"]*)"')
 _TENSOR = re.compile(r"tensor<([^<>]*)>")
+_PIPELINE_TURNS = 2  # of the grid loop beyond its steps, to fill and drain the double buffers
 _Identity = tuple[str, tuple[str, ...]]
 
 
@@ -59,9 +60,12 @@ class KernelReport:
 
     @property
     def steps_per_core(self) -> int:
-        """Grid steps that one core runs."""
-        cores = self.chip.cores if self.call.parallel else 1
-        return -(-self.call.steps // cores) if self.grid_loop.depth else 1
+        """Grid steps that one core runs; where a device has two, what the compiler's loop bound says."""
+        if not self.grid_loop.depth:
+            return 1
+        if self.chip.cores == 1 or self.grid_loop.trips is None:
+            return self.call.steps
+        return min(self.call.steps, max(1, self.grid_loop.trips - _PIPELINE_TURNS))
 
     @property
     def cycles_per_step(self) -> int:
@@ -96,7 +100,7 @@ class KernelReport:
     def matrix_ms(self) -> float:
         """Milliseconds of the matrix products alone, at the peak of the matrix units, float32 passes counted."""
         flop = self.call.dot_passes_flop * self.call.steps
-        return self.chip.core_ms(flop / (self.chip.bf16_flop_per_cycle * self.chip.cores))
+        return self.chip.core_ms(flop / (self.chip.bf16_flop_per_cycle * (self.call.steps / self.steps_per_core)))
 
     @property
     def ms(self) -> float:

@@ -61,7 +61,6 @@ class PallasCall:
         name: the kernel's name.
         results: types of its results as StableHLO writes them; with the name they tell kernels apart.
         grid: extents, outermost first.
-        parallel: whether the compiler may split an axis of the grid over two cores.
         operands: arrays and their traffic.
         dot_flop: multiply-adds of the matrix products of one grid step, times two.
         dot_passes_flop: the same, counting each bf16 pass of a float32 product.
@@ -71,7 +70,6 @@ class PallasCall:
     name: str
     results: tuple[str, ...]
     grid: tuple[int, ...]
-    parallel: bool
     operands: tuple[Operand, ...]
     dot_flop: int
     dot_passes_flop: int
@@ -206,12 +204,10 @@ def _describe(eqn: Any, values: list[Any], chip: Chip) -> PallasCall:
         _operand(block, aval, grid, tables, number >= mapping.num_inputs, chip)
         for number, (block, aval) in enumerate(zip(mapping.block_mappings, avals, strict=False))
     ]
-    semantics = str(getattr(eqn.params.get("compiler_params"), "dimension_semantics", None) or "")
     return PallasCall(
         name=kernel_name(eqn),
         results=tuple(_tensor_type(var.aval) for var in eqn.outvars),
         grid=grid,
-        parallel="parallel" in semantics.lower(),
         operands=tuple(operands),
         dot_flop=flop,
         dot_passes_flop=passes,

@@ -269,6 +269,6 @@ def test_every_chip(chip):
     (kernel_report,) = report.kernels
     assert kernel_report.launches == 1
     assert kernel_report.call.moved_bytes == kernel_report.call.least_bytes == 2 * 1024 * 512 * 4
-    # The exit test of the grid loop counts two more turns, which fill and drain the pipeline.
-    assert kernel_report.grid_loop.trips == kernel_report.steps_per_core + 2 == 32 // CHIPS[chip].cores + 2
+    # Two cores of one device share a parallel axis of the grid.
+    assert kernel_report.steps_per_core == 32 // CHIPS[chip].cores
     assert report.ms >= report.chip.hbm_ms(report.least_bytes)
