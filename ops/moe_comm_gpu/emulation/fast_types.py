@@ -23,7 +23,7 @@ def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
     key = (element_ty.name, pointer, ints)
     known = _block_types.get(key)
     if known is None:
-        _original_block_type_init(self, element_ty, shape)
+        _original_block_type_init(self, element_ty, list(ints))
         _block_types[key] = {**vars(self), "ints": ints, "tensor_shape": _tensor_shape(ints)}
     vars(self).update(_block_types[key])
 
@@ -63,6 +63,7 @@ def patches() -> list[tuple[Any, str, Any]]:
         (core.block_type, "__init__", _block_type_init),
         (core.tensor, "__init__", _tensor_init),
         (ti, "_get_np_dtype", _numpy_dtype),
+        (ti.TensorHandle, "__post_init__", lambda self: None),  # checks that the interpreter keeps its own rules
     ]
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 import triton.runtime.interpreter as ti
 from triton.runtime.jit import JITFunction
 
-from ops.moe_comm_gpu.emulation import fast_types
+from ops.moe_comm_gpu.emulation import fast_operators, fast_types
 from ops.moe_comm_gpu.emulation.floats import NARROW, Array, narrow, widen
 
 _MISSING = object()
@@ -168,6 +168,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
     """(object, attribute, value) of everything that ``language`` replaces: found once, by letting Triton do it."""
     scope = ti._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     changes = {(id(obj), name): (obj, name, getattr(obj, name)) for obj, name, _ in scope._changes}
+    operators = fast_operators.patches(builder)
     scope.restore()
     own: list[tuple[Any, str, Any]] = [
         (ti, "interpreter_semantic", _semantic),
@@ -175,6 +176,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (JITFunction, "__call__", _call_jit),
         (ti.InterpretedFunction, "__call__", _call_jit),
         *fast_types.patches(),
+        *operators,
     ]
     for module in (tl, tl.core):
         own += [(module, "reduce", _reduce), (module, "associative_scan", _scan)]

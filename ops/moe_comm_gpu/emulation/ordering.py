@@ -97,7 +97,8 @@ class Ordering:
         self._events = [_Event("", -1, 0)] * (ORIGIN + 1)
         self._read_sets: list[frozenset[int]] = [frozenset()]
         self._read_set_ids: dict[frozenset[int], int] = {frozenset(): 0}
-        self._regions: list[_Region] = []  # by base
+        self._bases: list[int] = []
+        self._regions: list[_Region] = []  # at self._bases
         self._released: dict[int, Knowledge] = {}  # by signal address
         self._num_asynchronous = 0
 
@@ -105,42 +106,50 @@ class Ordering:
 
     def add_region(self, base: int, num_bytes: int, shift: int, describe: Callable[[int], str]) -> None:
         """Makes ``[base, base + num_bytes)`` known; a region may be added again by another user."""
-        position = bisect.bisect_left(self._regions, base, key=lambda r: r.base)
-        if position < len(self._regions) and self._regions[position].base == base:
+        position = bisect.bisect_left(self._bases, base)
+        if position < len(self._bases) and self._bases[position] == base:
             self._regions[position].users += 1
             return
+        self._bases.insert(position, base)
         self._regions.insert(position, _Region(base, num_bytes, shift, describe))
 
     def remove_region(self, base: int) -> None:
         """Forgets the region, once each user has asked for it."""
-        region = self._find(base)
-        region.users -= 1
-        if not region.users:
-            self._regions.remove(region)
+        position = self._bases.index(base)
+        self._regions[position].users -= 1
+        if not self._regions[position].users:
+            del self._bases[position], self._regions[position]
 
     def mark(self, base: int, num_bytes: int, state: int) -> None:
         """Sets memory to ``UNALLOCATED``, ``UNWRITTEN`` or ``ORIGIN`` (written before anybody ran)."""
-        region = self._find(base)
+        region = self._region(base)
         part = _granules(region, base, num_bytes)
         region.last_write[part] = state
         region.readers[part] = 0
 
-    def contains(self, address: int) -> bool:
-        """Whether the address lies in a known region."""
-        position = bisect.bisect_right(self._regions, address, key=lambda r: r.base) - 1
-        return position >= 0 and address < self._regions[position].base + self._regions[position].num_bytes
+    def _find(self, address: int) -> _Region | None:
+        position = bisect.bisect_right(self._bases, address) - 1
+        if position >= 0:
+            region = self._regions[position]
+            if address < region.base + region.num_bytes:
+                return region
+        return None
 
-    def _find(self, address: int) -> _Region:
-        position = bisect.bisect_right(self._regions, address, key=lambda r: r.base) - 1
-        if position < 0 or address > self._regions[position].base + self._regions[position].num_bytes:
+    def _region(self, address: int) -> _Region:
+        region = self._find(address)
+        if region is None:
             raise OutOfBoundsError(f"address {address:#x} lies in no allocation and no tensor argument")
-        return self._regions[position]
+        return region
 
     def _locate(self, actor: Actor, addresses: Array, item_bytes: int, what: str) -> tuple[_Region, Array]:
-        low, high = int(addresses.min()), int(addresses.max()) + item_bytes
-        if not self.contains(low):
-            raise OutOfBoundsError(f"{actor.name} {what} {low:#x}, outside every allocation and tensor argument")
+        if addresses.size == 1:
+            low = int(addresses[0])
+            high = low + item_bytes
+        else:
+            low, high = int(addresses.min()), int(addresses.max()) + item_bytes
         region = self._find(low)
+        if region is None:
+            raise OutOfBoundsError(f"{actor.name} {what} {low:#x}, outside every allocation and tensor argument")
         if high > region.base + region.num_bytes:
             over = high - region.base - region.num_bytes
             raise OutOfBoundsError(f"{actor.name} {what} {over} bytes past the end of {region.describe(low)}")
@@ -216,7 +225,7 @@ class Ordering:
         event = self._add_event(_Event(name, -1, bit))
         if num_bytes:
             for address, access, verb in ((source, self._read, "puts from"), (destination, self._write, "puts to")):
-                region = self._find(address)
+                region = self._region(address)
                 access(actor, actor.knowledge, event, region, _granules(region, address, num_bytes), verb)
         released = self.release(actor)
         released.arrived |= 1 << bit
@@ -230,7 +239,7 @@ class Ordering:
 
     def signal_arrives(self, address: int, released: Knowledge, replaces: bool, name: str) -> None:
         """The signal word changes: set (``replaces``) or added to."""
-        region = self._find(address)
+        region = self._region(address)
         granules = _granules(region, address, 8)
         for write in _distinct(region.last_write[granules]):
             if not self._events[write].atomic and not self._knows(released, write):
@@ -255,7 +264,7 @@ class Ordering:
         if acquires:
             self.acquire(actor, address)
         released = self.signal(actor) if releases else None
-        region = self._find(address)
+        region = self._region(address)
         granules = _granules(region, address, item_bytes)
         event = _Event(actor.name, -1, self.new_bit(), atomic=True)
         region.last_write[granules] = self._add_event(event)
