@@ -89,7 +89,7 @@ def make(case: Case, seed: int) -> tuple[kda.Inputs, Array, Array]:
 
     gate = normal(H, B, T, K)
     if not case.raw_gate:
-        gate = -np.float32(case.decay) * random.standard_exponential(gate.shape, dtype=np.float32)
+        gate = np.asarray(-case.decay * random.exponential(size=(H, B, T, K)), dtype=np.float32)
     query, key, value = rows(), rows(), normal(H, B, T, V)
     beta = np.asarray(random.uniform(size=(H, B, T))).astype(np.float32)
     ids = None if case.segments is None else segment_ids(case, random)
