@@ -66,7 +66,7 @@ def dispatch(exchange: Exchange, request: DispatchRequest, out: RowTensors | Non
     rows, anchor = _Dispatch.apply(request.source, exchange, request, out, found)
     (handle,) = found
     handle.rows, handle.anchor = rows, anchor
-    handle.gradients.tokens_need_gradient = True
+    handle.progress.tokens_need_gradient = True
     return handle
 
 
@@ -110,8 +110,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor, d_anchor: Tensor) -> Any:
         exchange, routing = ctx.exchange, ctx.routing
         exchange._check_open("backward of dispatch")
-        handle = routing.gradients.handle
-        routing.gradients.handle = None
+        handle = routing.progress.return_path
+        routing.progress.return_path = None
         return _return_rows(exchange, handle or routing, d_rows.contiguous()), None, None, None, None
 
 
@@ -143,8 +143,8 @@ class _Combine(torch.autograd.Function):
         if needs_weights:
             values = (torch.where(holds_row, rows.float(), 0.0) * gradient).sum(dim=-1)
             d_weights = exchange._return_scalars(handle, values.reshape(-1))
-        if routing.gradients.tokens_need_gradient:
-            routing.gradients.handle = handle
+        if routing.progress.tokens_need_gradient:
+            routing.progress.return_path = handle
         else:
             _retire(exchange, handle)
         d_bias = d_output.to(ctx.bias_dtype) if needs_bias else None
@@ -153,9 +153,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _routing(handle: Handle) -> Handle:
-    """The handle as the graph keeps it: without its rows, which hold the graph, but sharing its gradient path."""
-    weights = None if handle.weights is None else handle.weights.detach()
-    return dataclasses.replace(handle, rows=handle.rows.detach(), weights=weights, anchor=None)
+    """The handle as the graph keeps it: the routing alone, and the progress that it shares with the caller's."""
+    return dataclasses.replace(handle, rows=handle.rows.new_empty(0), scales=None, weights=None, anchor=None)
 
 
 def _redispatch(exchange: Exchange, routing: Handle, tokens: Tensor, weights: Tensor | None) -> Handle:
@@ -177,7 +176,7 @@ def _redispatch(exchange: Exchange, routing: Handle, tokens: Tensor, weights: Te
 
 def _return_rows(exchange: Exchange, handle: Handle, rows: Tensor) -> Tensor:
     """A combine with unit weights, after a dispatch along the same routing where the backend needs one."""
-    if handle.combined and not exchange.reuses_handles:
+    if handle.progress.combined and not exchange.reuses_handles:
         empty = rows.new_zeros(handle.num_tokens, exchange.config.hidden)
         handle = _redispatch(exchange, handle, empty, None)
     request = CombineRequest(handle=handle, expert_rows=rows, weights=None, weights_sent=False)
@@ -186,5 +185,5 @@ def _return_rows(exchange: Exchange, handle: Handle, rows: Tensor) -> Tensor:
 
 def _retire(exchange: Exchange, handle: Handle) -> None:
     """Ends a batch that nothing will be combined from, so that its buffers are free again."""
-    if not exchange.unbounded_batches and not handle.combined:
+    if not exchange.unbounded_batches and not handle.progress.combined:
         _return_rows(exchange, handle, torch.zeros_like(handle.rows))

@@ -12,16 +12,18 @@ from ops.moe_comm_gpu.contract import Config
 
 
 @dataclass(eq=False)
-class GradientPath:
-    """What the backward passes of one batch share.
+class Progress:
+    """How far one batch is; the caller's handle and the graph's share it.
 
     Attributes:
+        combined: its combine was sent.
         tokens_need_gradient: dispatch's backward will run.
-        handle: an uncombined handle with the batch's routing, left by combine's backward.
+        return_path: an uncombined handle with the batch's routing, left by combine's backward.
     """
 
+    combined: bool = False
     tokens_need_gradient: bool = False
-    handle: Handle | None = None
+    return_path: Handle | None = None
 
 
 @dataclass(eq=False)
@@ -65,9 +67,8 @@ class Handle:
     source_choice: Tensor
     row_weights: Tensor | None
     state: Any = None
-    combined: bool = False
     anchor: Tensor | None = field(default=None, repr=False)  # ties combine's backward to dispatch's
-    gradients: GradientPath = field(default_factory=GradientPath, repr=False)
+    progress: Progress = field(default_factory=Progress, repr=False)
 
 
 @dataclass(eq=False)

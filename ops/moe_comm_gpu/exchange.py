@@ -249,7 +249,7 @@ class Exchange(abc.ABC):
 
     def _start_combine(self, request: CombineRequest) -> CombineRequest:
         request.state = self._combine_send(request)
-        request.handle.combined = True
+        request.handle.progress.combined = True
         return request
 
     def _finish_combine(
@@ -379,7 +379,7 @@ class Exchange(abc.ABC):
             raise TypeError(f"handle: expected the Handle that dispatch returned, got {type(handle).__name__}")
         if handle.owner is not self:
             raise ValueError("handle: expected one of this exchange's dispatches, got another exchange's")
-        if handle.combined and not self.reuses_handles:
+        if handle.progress.combined and not self.reuses_handles:
             raise RuntimeError(
                 f"combine: this handle was combined already; the {self.name} backend needs a new dispatch"
             )

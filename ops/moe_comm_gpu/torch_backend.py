@@ -35,7 +35,7 @@ class _Routes:
     (source rank, token, choice), which is the same order for any two ranks.
     """
 
-    wait: Callable[[], Tensor]
+    wait: Callable[[], Tensor] | None  # None once received, so that the handle does not keep the transfer's memory
     tokens_received: list[int]  # from each rank
     pair_position: Tensor  # [T, J] place among the source's pairs, -1 for choices that this rank does not send
     pairs_sent: list[int]  # to each rank
@@ -97,6 +97,7 @@ class Exchange(exchange.Exchange):
     def _dispatch_recv(self, request: DispatchRequest, handle: Handle) -> None:
         config, routes = self.config, request.state
         arrived = routes.wait()
+        routes.wait = None
         device = arrived.device
         payload, scales, token, slots, weights = _unpack(arrived, request, config)
         handle.tokens_per_expert.copy_(routes.expert_counts)

@@ -97,7 +97,7 @@ def test_what_combine_refuses(backend, changes, error, words):
         arguments = {"handle": handle, "expert_rows": handle.rows, "weights": torch.ones(3, 2)}
         with pytest.raises(error, match=words):
             exchange.combine(**(arguments | changes))
-        assert not handle.combined
+        assert not handle.progress.combined
         exchange.combine(**arguments)
 
 

@@ -185,6 +185,20 @@ def test_layers_share_one_buffer_set(trained):
     assert workers().run(_layers, [(config, trained)] * 2) == [True] * 2
 
 
+def test_rows_have_a_gradient_without_that_of_their_combine():
+    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8)
+    with Bounded(config) as exchange:
+        tokens = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
+        handle = exchange.dispatch(tokens, torch.tensor([[1], [0]]))
+        with torch.no_grad():
+            exchange.combine(handle, handle.rows, torch.ones(2, 1))
+        sent = []
+        exchange._dispatch_send = lambda request: sent.append(request) or Bounded._dispatch_send(exchange, request)
+        (handle.rows[0, 0] * 3).sum().backward()
+        assert tokens.grad[:, 0].tolist() == [0, 3]
+        assert len(sent) == 1, "the way back needs a dispatch of its own"
+
+
 def test_more_batches_than_buffers_are_refused():
     config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8)
     tokens, ids, weights = (
