@@ -111,7 +111,7 @@ _TABLE: tuple[Backend, ...] = (
         hardware="nvidia", summary="Triton kernels over NVSHMEM",
     ),
     Backend(
-        "moe_comm", "nvshmem_emulated", "ops.moe_comm_gpu.emulation.backend:Exchange", ("torch", "triton"), "moe",
+        "moe_comm", "nvshmem_emulated", "ops.moe_comm_gpu.emulation_backend:Exchange", ("torch", "triton"), "moe",
         on_request="emulates the GPU kernels on a CPU, for tests", summary="the same kernels, processes, shared memory",
     ),
     Backend(
