@@ -18,10 +18,9 @@ from ops.moe_comm_gpu.device.runtime import Runtime
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
 from ops.moe_comm_gpu.kernels import checks, combine, dispatch
-from ops.moe_comm_gpu.kernels.common import WAIT_NAMES
+from ops.moe_comm_gpu.kernels.common import NUM_WARPS, WAIT_NAMES
 from ops.moe_comm_gpu.kernels.layout import REGION_ALIGNMENT, Layout
 
-_NUM_WARPS = 8
 _KERNEL_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -272,7 +271,7 @@ class KernelExchange(Exchange):
         self._require_sound(label)
         grid = (self._num_programs,)
         try:
-            self._runtime.launch(kernel, grid, *args, num_warps=_NUM_WARPS, label=label, **constants)
+            self._runtime.launch(kernel, grid, *args, num_warps=NUM_WARPS, label=label, **constants)
         except BaseException as error:
             # The ranks now disagree about what was sent: nothing may follow but release.
             self._broken = True

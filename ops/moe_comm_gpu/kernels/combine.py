@@ -85,8 +85,7 @@ def combine_send(
             if layout.return_pairs:
                 # A row of another bucket may carry the same token: the place depends on the choice alone.
                 staged_row = (source * layout.share + token // layout.dp_size) * layout.choices
-                num_choices: tl.constexpr = layout.choices
-                for choice in tl.static_range(num_choices):
+                for choice in range(layout.choices):
                     position = tl.load(first_position_ptr + choice)
                     if position != ELSEWHERE:
                         _send_row(

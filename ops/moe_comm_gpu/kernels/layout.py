@@ -23,11 +23,11 @@ from ops.moe_comm_gpu.contract import Config, round_up
 ALIGNMENT = 16  # bytes; the widest load and store of a thread
 REGION_ALIGNMENT = 256  # bytes; regions begin on their own cache lines
 WORD_BYTES = 8  # of a signal or an epoch
-COMPARED = 8192  # elements of a block of comparisons, 32 for each thread of eight warps
+COMPARED = 4096  # elements of a block of comparisons, 16 for each thread of eight warps
 HEADER_WORD_BYTES = 4  # of the token index, a physical expert, a weight
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Layout:
     """Geometry of one buffer set; kernels take it as one compile-time constant.
 
@@ -85,6 +85,14 @@ class Layout:
             capacity=config.row_capacity,
             row_multiple=config.row_multiple,
         )
+
+    def __repr__(self) -> str:
+        """Fields and everything derived from them: compilers remember a kernel by the text of its constants, and a
+        formula that changed must not meet a kernel that was compiled with the old one.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        derived = {name: getattr(self, name) for name, member in vars(Layout).items() if isinstance(member, property)}
+        return f"Layout({fields | derived})"
 
     # Counts of rows and words.
 

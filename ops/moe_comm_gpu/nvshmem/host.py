@@ -21,6 +21,7 @@ import triton
 
 from ops.moe_comm_gpu.device import watchdog
 from ops.moe_comm_gpu.device.watchdog import timeout_error
+from ops.moe_comm_gpu.kernels.common import MAX_REGISTERS
 from ops.moe_comm_gpu.kernels.heap import VARIABLE, heap_bytes_wanted
 from ops.moe_comm_gpu.nvshmem import probe
 
@@ -107,7 +108,12 @@ class NvshmemRuntime:
         if variant not in self._launched:
             _refuse_capture(f"{label or kernel.fn.__name__} for the first time")
         kernel[grid](
-            *args, num_warps=num_warps, launch_cooperative_grid=True, extern_libs=self._libraries, **constexprs
+            *args,
+            num_warps=num_warps,
+            maxnreg=MAX_REGISTERS,
+            launch_cooperative_grid=True,
+            extern_libs=self._libraries,
+            **constexprs,
         )
         self._launched.add(variant)
 
