@@ -6,8 +6,8 @@ key, value, raw gate and beta; those of a_log and delta_time_bias add up in one 
 leaves at its slot's first step. Everything in between (w, qg, kg, dv_new, dAqk, the pair coefficients) stays on chip.
 :mod:`ops.kda_tpu.pallas.backward_chunk` has the mathematics.
 
-Rows of other segments and padding are no-op tokens: zero query, key, v_new, cotangent and log decay. All they yield is
-exactly zero, so a tile that is visited several times sums its visits.
+Rows of other segments and padding are no-op tokens: zero query, key, v_new, cotangent and log decay. A tile that is
+visited several times collects the rows of each visit.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Refs:
     d_initial: Any
     d_state: Any
     mask: Any
+    packed_mask: Any
     saved: dict[str, Any]
 
 
@@ -92,14 +93,24 @@ class ChunkView:
         self.later = (head, chunk + 1)
 
     def masked(self, x: Array) -> Array:
-        """``x`` with zeros in the rows that take no part."""
-        if not self._form.masked:
-            return x
-        return jnp.where(self._refs.mask[self._chunk, :, : x.shape[1]] > 0, x, 0.0)
+        """``x`` (float32 or bfloat16) with zeros in the rows that take no part, whatever they held."""
+        return _from_words(_to_words(x) & self._row_bits(x), x.dtype) if self._form.masked else x
+
+    def _row_bits(self, x: Array) -> Array:
+        """All bits set in the words of rows that take part, for :func:`_to_words` of ``x``."""
+        ref = self._refs.mask if x.dtype == jnp.float32 else self._refs.packed_mask
+        return ref[self._chunk, :, : x.shape[1]]
 
     def raw(self, name: str) -> Array:
         """Rows of an input, float32."""
         return self.masked(getattr(self._refs, name)[self._head, self._rows].astype(jnp.float32))
+
+    def _operand(self, name: str) -> Array:
+        """Rows of an input in the compute dtype."""
+        x = getattr(self._refs, name)[self._head, self._rows]
+        if x.dtype != self._form.dtype:
+            return self.masked(x.astype(jnp.float32)).astype(self._form.dtype)
+        return self.masked(x)
 
     def gate(self) -> Array:
         """The gate input."""
@@ -111,19 +122,19 @@ class ChunkView:
 
     def query(self) -> Array:
         """The query as the mathematics sees it, float32."""
-        return self.saved("query").astype(jnp.float32) if self._form.normalize else self.raw("query")
+        return self.saved("query") if self._form.normalize else self.raw("query")
 
     def key(self) -> Array:
         """The key as the mathematics sees it, float32."""
-        return self.saved("key").astype(jnp.float32) if self._form.normalize else self.raw("key")
+        return self.saved("key") if self._form.normalize else self.raw("key")
 
     def v_new(self) -> Array:
         """Saved v_new, compute dtype."""
-        return self.raw("v_new").astype(self._form.dtype)
+        return self._operand("v_new")
 
     def d_output(self) -> Array:
         """Cotangent of the output, compute dtype."""
-        return self.raw("d_output").astype(self._form.dtype)
+        return self._operand("d_output")
 
     def slab(self) -> Array:
         """Saved slab [C, 2 C]."""
@@ -154,30 +165,33 @@ class ChunkView:
         """What :meth:`save` kept."""
         return self._refs.saved[name][self._head * self._form.chunks + self._chunk]
 
-    def _add(self, ref: Any, index: tuple[Any, ...], x: Array) -> None:
+    def _add(self, ref: Any, x: Array) -> None:
+        """Stores the rows that take part; the others are zero or an earlier visit's."""
+        index, x = (self._head, self._rows), x.astype(ref.dtype)
         if self._form.masked:
-            x = x + ref[index].astype(jnp.float32)
-        ref[index] = x.astype(ref.dtype)
+            x = _from_words(_to_words(self.masked(x)) | _to_words(ref[index]), ref.dtype)
+        ref[index] = x
 
     def add_d_query(self, x: Array) -> None:
-        """Adds this visit's part of d_query."""
-        self._add(self._refs.d_query, (self._head, self._rows), x)
+        """Stores this visit's rows of d_query."""
+        self._add(self._refs.d_query, x)
 
     def add_d_key(self, x: Array) -> None:
-        """Adds this visit's part of d_key."""
-        self._add(self._refs.d_key, (self._head, self._rows), x)
+        """Stores this visit's rows of d_key."""
+        self._add(self._refs.d_key, x)
 
     def add_d_value(self, x: Array) -> None:
-        """Adds this visit's part of d_value."""
-        self._add(self._refs.d_value, (self._head, self._rows), x)
+        """Stores this visit's rows of d_value."""
+        self._add(self._refs.d_value, x)
 
     def add_d_gate(self, x: Array) -> None:
-        """Adds this visit's part of d_gate."""
-        self._add(self._refs.d_gate, (self._head, self._rows), x)
+        """Stores this visit's rows of d_gate."""
+        self._add(self._refs.d_gate, x)
 
     def add_d_beta(self, x: Array) -> None:
-        """Adds this visit's part of d_beta, [1, C]."""
-        self._add(self._refs.d_beta, (self._chunk, pl.ds(self._head, 1)), x)
+        """Adds this visit's part of d_beta, [1, C], zero where no row takes part."""
+        ref, index = self._refs.d_beta, (self._chunk, pl.ds(self._head, 1))
+        ref[index] = ref[index] + x if self._form.masked else x
 
     def add_d_parameters(self, d_bias: Array, d_a_log: Array) -> None:
         """Adds per-row gradients [C, K] of bias and a_log to the head's sums, eight rows kept apart."""
@@ -225,7 +239,7 @@ def _kernel(form: Form, steps: int, names: Sequence[str], *all_refs: Any) -> Non
 
 def _refs(form: Form, names: Sequence[str], blocks: Sequence[Any]) -> Refs:
     named: dict[str, Any] = dict.fromkeys(
-        ("parameters", "ids", "d_final", "d_parameters", "d_initial", "mask")
+        ("parameters", "ids", "d_final", "d_parameters", "d_initial", "mask", "packed_mask")
     )  # those a form may do without
     saved = saved_arrays(form)
     named |= dict(zip(names, blocks, strict=True))
@@ -233,13 +247,28 @@ def _refs(form: Form, names: Sequence[str], blocks: Sequence[Any]) -> Refs:
 
 
 def _make_mask(form: Form, refs: Refs, segment: Array) -> None:
-    """Rows of the step's segment, 1.0 in every lane; turned from a row of ids into columns once for all heads."""
+    """Rows of the step's segment as all-ones words, once for all heads: a row of ids turned into columns.
+
+    The packed mask is for bfloat16, two rows a word: from the bits of 1.0, 0x3F80.
+    """
     C, width = form.chunk, refs.mask.shape[2]
     eye = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0) == jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
     for chunk in range(form.chunks):
         here = (refs.ids[chunk : chunk + 1] == segment).astype(jnp.float32)
         column = jnp.sum(jnp.where(eye, here, 0.0), axis=1, keepdims=True)
-        refs.mask[chunk] = jnp.broadcast_to(column, (C, width))
+        rows = jnp.broadcast_to(column, (C, width))
+        refs.mask[chunk] = jnp.where(rows > 0, -1, 0)
+        refs.packed_mask[chunk] = ((_to_words(rows.astype(jnp.bfloat16)) >> 7) & 0x00010001) * 0xFFFF
+
+
+def _to_words(x: Array) -> Array:
+    """Bits of ``x`` [C, n] as int32, [C, n] for float32 and [C / 2, n] for bfloat16."""
+    return pltpu.bitcast(x, jnp.int32)
+
+
+def _from_words(words: Array, dtype: Any) -> Array:
+    """Inverse of :func:`_to_words`."""
+    return pltpu.bitcast(words, dtype)
 
 
 def _emit_chunks(form: Form, refs: Refs) -> None:
@@ -288,7 +317,7 @@ def backward(
     launch.read("query", _widen(problem.query, K), launch.tokens(K))
     launch.read("key", _widen(problem.key, K), launch.tokens(K))
     launch.read("gate", _widen(problem.gate, K), launch.tokens(K))
-    launch.read("beta", launch.rows_of(problem.beta), launch.row_block())
+    launch.read("beta", launch.rows_of(_real_beta(problem)), launch.row_block())
     launch.read("v_new", residuals.v_new, launch.tokens(V))
     launch.read("d_output", _widen(d_output, V), launch.tokens(V))
     launch.read("slab", residuals.slab, launch.chunks(form.chunk, 2 * form.chunk))
@@ -440,7 +469,8 @@ class _Launch:
         C, K, V = form.chunk, form.key_dim, form.value_dim
         scratch = {"d_state": pltpu.VMEM((form.heads, V, K), jnp.float32)}
         if form.masked:
-            scratch["mask"] = pltpu.VMEM((form.chunks, C, max(K, V)), jnp.float32)
+            scratch["mask"] = pltpu.VMEM((form.chunks, C, max(K, V)), jnp.int32)
+            scratch["packed_mask"] = pltpu.VMEM((form.chunks, C // 2, max(K, V)), jnp.int32)
         for name, dtype in saved_arrays(form).items():
             scratch[f"saved_{name}"] = pltpu.VMEM((form.heads * form.chunks, C, K), dtype)
         names = [x[0] for x in self._reads] + [x[0] for x in self._writes] + list(scratch)
@@ -497,6 +527,13 @@ def _gradients(
         d_bias,
         d_initial,
     )
+
+
+def _real_beta(problem: Problem) -> Array:
+    """Beta with 1 in padding, which may hold anything: there 0 is divided by its square."""
+    if problem.segment_ids is None:
+        return problem.beta
+    return jnp.where(problem.segment_ids == 0, 1.0, problem.beta)
 
 
 def _widen(x: Array, width: int) -> Array:

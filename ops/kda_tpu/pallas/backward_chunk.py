@@ -156,18 +156,20 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
 
     # n = S [k 2^(gC - G) dh ; dO]
     yield Need(at.later)
-    weighted_key = (at.key() * jnp.exp2(exponents.suffix)).astype(form.dtype)
+    to_end = jnp.exp2(exponents.suffix)
+    weighted_key = (at.key() * to_end).astype(form.dtype)
     d_state = at.d_state().astype(form.dtype)
     d_v_new = nt(weighted_key, d_state)
     d_key_state = nn(at.v_new(), d_state)
     yield None
+    d_key_state = d_key_state * to_end
     n = nn(at.slab(), jnp.concatenate([d_v_new.astype(form.dtype), at.d_output()], axis=0))
     yield None
 
     # dh <- 2^gC dh + scale [q gam ; k gam]^T [dO ; n]
     at.add_d_value(n * -form.scale)
     rows = jnp.concatenate([at.d_output(), n.astype(form.dtype)], axis=0)
-    gam = jnp.exp2(exponents.prefix) * form.scale
+    gam = _scaled_prefix(form, exponents)
     decayed = jnp.concatenate([(at.query() * gam).astype(form.dtype), (at.key() * gam).astype(form.dtype)], axis=0)
     update = tn(rows, decayed)
     from_state = nn(rows, at.state())
@@ -183,11 +185,10 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     yield from pair_sums(form.pairs, at, exponents, Scores.of(form.pairs, products), pairs)
 
     # dg = reverse_cumsum(P) + exclusive_prefix(x) + sum_v 2^gC h dh
-    gam = jnp.exp2(exponents.prefix) * form.scale
+    gam = _scaled_prefix(form, exponents)
     q, k = at.query(), at.key()
     d_query = from_state[:C] * gam
     d_key = from_state[C:] * gam
-    d_key_state = d_key_state * jnp.exp2(exponents.suffix)
     P = q * d_query + k * d_key + pairs.gate
     terms = split(P, form.terms) + split(k * d_key_state, form.terms if form.exact else 1)
     number = joint_gate.put(jnp.concatenate(terms, axis=0))
@@ -198,6 +199,12 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     at.add_d_key(_unnormalize(form, at, "key", k, d_key))
     yield None
     _emit_d_gate(form, at, joint_gate.take(number) + state_gate)
+
+
+def _scaled_prefix(form: Form, exponents: Exponents) -> Array:
+    """scale gam; the exponents' prefix already has the scale's magnitude."""
+    gam = jnp.exp2(exponents.prefix)
+    return gam if form.scale > 0 else -gam
 
 
 def _emit_d_beta(form: Form, at: Any, products: Array) -> None:
@@ -222,8 +229,8 @@ def saved_arrays(form: Form) -> dict[str, Any]:
     """What stages keep for later ones, [C, K] a chunk and head: name -> dtype."""
     names: dict[str, Any] = {}
     if form.normalize:
-        names |= {"query": form.dtype, "key": form.dtype}
-        names |= {"query_reciprocal": jnp.float32, "key_reciprocal": jnp.float32}
+        # In float32: unpacking them at every use would cost more than the loads.
+        names |= dict.fromkeys(("query", "key", "query_reciprocal", "key_reciprocal"), jnp.float32)
     if form.gate.activated:
         names["gate_slope"] = jnp.float32
         if form.gate.lower_bound is None:
@@ -232,7 +239,10 @@ def saved_arrays(form: Form) -> dict[str, Any]:
 
 
 def _log_decay_terms(form: Form, at: Any) -> Array:
-    """Log2 decay of the chunk's rows, split along the contraction of :func:`prefix_matrix`; masked rows have none."""
+    """Log2 decay of the chunk's rows, split along the contraction of :func:`prefix_matrix`; masked rows have none.
+
+    The first row, which of all sums only the prefix has, carries the logarithm of the scale.
+    """
     if not form.gate.activated:
         log2_decay = at.gate() * LOG2_E
         if form.floor is not None:
@@ -241,7 +251,9 @@ def _log_decay_terms(form: Form, at: Any) -> Array:
         log2_decay = _softplus_decay(form, at)
     else:
         log2_decay = _bounded_decay(form, at, form.gate.lower_bound)
-    return jnp.concatenate(split(at.masked(log2_decay), form.terms), axis=0)
+    log2_decay = at.masked(log2_decay)
+    head = log2_decay[:8] + jnp.where(iota((8, form.key_dim), 0) == 0, form.pairs.log2_scale, 0.0)
+    return jnp.concatenate(split(jnp.concatenate([head, log2_decay[8:]], axis=0), form.terms), axis=0)
 
 
 def _shifted(form: Form, at: Any) -> Array:
@@ -269,16 +281,17 @@ def _softplus_decay(form: Form, at: Any) -> Array:
     """
     assert form.floor is not None
     z = _shifted(form, at)
-    one_plus_u = 1.0 + jnp.exp2(-jnp.abs(z) * LOG2_E)
+    one_plus_u = 1.0 + jnp.exp2(jnp.abs(z) * -LOG2_E)
     log = jnp.log(one_plus_u)
     inverse = pl.reciprocal(jnp.maximum(one_plus_u - 1.0, 2.0**-24), approx=not form.exact)
     ratio = jnp.where(z < 0, jnp.where(one_plus_u > 1.0, log * inverse, 1.0), z + log)
-    rate = jnp.exp2(jnp.minimum(at.gate_row(2) + jnp.minimum(z, 0.0) * LOG2_E, 100.0))
-    log2_decay = -rate * ratio
-    above = log2_decay > form.floor
-    at.save("decay", jnp.where(above, log2_decay, 0.0))
-    at.save("gate_slope", jnp.where(above, rate * pl.reciprocal(one_plus_u, approx=not form.exact), 0.0))
-    return jnp.maximum(log2_decay, form.floor)
+    rate = jnp.exp2(at.gate_row(2) + jnp.minimum(z * LOG2_E, 0.0))  # infinite at worst, and then below the floor
+    log2_decay = rate * -ratio
+    slope = rate * pl.reciprocal(one_plus_u, approx=not form.exact)
+    at.save("gate_slope", jnp.where(log2_decay > form.floor, slope, 0.0))
+    log2_decay = jnp.maximum(log2_decay, form.floor)
+    at.save("decay", log2_decay)
+    return log2_decay
 
 
 def _emit_d_gate(form: Form, at: Any, d_log_decay: Array) -> None:
@@ -308,7 +321,7 @@ def _normalize(form: Form, at: Any) -> None:
         x = at.raw(name)
         reciprocal = rsqrt_of_square_sum(x)
         at.save(f"{name}_reciprocal", jnp.broadcast_to(reciprocal, x.shape))
-        at.save(name, (x * reciprocal).astype(form.dtype))
+        at.save(name, x * reciprocal)
 
 
 def _unnormalize(form: Form, at: Any, name: str, y: Array, d_y: Array) -> Array:

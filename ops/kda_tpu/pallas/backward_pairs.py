@@ -117,18 +117,18 @@ class Exponents:
 
     @property
     def prefix(self) -> Array:
-        """From the chunk's entry through row i: G."""
+        """From the chunk's entry through row i: G, plus log2 of the scale; the other sums have it no more."""
         return self.sums["prefix"]
 
     @property
     def total(self) -> Array:
-        """Of the whole chunk, [1, K]."""
-        return self.prefix[self.prefix.shape[0] - 1 :]
+        """Of the whole chunk, [1, K]: gC."""
+        return self.row(self.prefix.shape[0] - 1) - self.form.log2_scale
 
     @property
     def suffix(self) -> Array:
         """From behind row i to the chunk's end."""
-        return self.sums["suffix"] if "suffix" in self.sums else self.total - self.prefix
+        return self.sums["suffix"] if "suffix" in self.sums else self.row(self.prefix.shape[0] - 1) - self.prefix
 
     def level(self, m: int) -> Array:
         """Between row i and the middle of its block of 2 m rows, on either side."""
@@ -143,11 +143,11 @@ class Exponents:
         return self.prefix - self._repeat(0, height, offset)
 
     def row(self, r: int) -> Array:
-        """G of row ``r``, [1, K]."""
+        """Prefix of row ``r``, [1, K]."""
         return self.prefix[r : r + 1]
 
     def _repeat(self, first: int, height: int, offset: float) -> Array:
-        """G of row ``first`` of each block of ``height`` rows less ``offset``, over the block."""
+        """Prefix of row ``first`` of each block of ``height`` rows less ``offset``, over the block."""
         G = self.prefix
         C, K = G.shape
         rows = [jnp.broadcast_to(self.row(r) - offset, (max(8, height), K)) for r in range(first, C, height)]
@@ -259,7 +259,6 @@ def _row_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, s
         key_columns.append(jnp.zeros((h, G.shape[1]), jnp.float32))
         gate.append(key_columns[-1])
     seen = rows.astype(jnp.float32)
-    row_decay = jnp.exp2(exponents.from_first(h, offset + form.log2_scale))
     sums.add(
         query * row_decay,
         key_rows * row_decay + jnp.concatenate(key_columns, axis=0),
@@ -314,7 +313,6 @@ def _inner_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores,
     given = nn(jnp.concatenate([masked(scores.transposed, d) for d in (0, 1)], axis=0), rows)
     yield None
     seen, seen_column = rows.astype(jnp.float32), weight.astype(jnp.float32) * given
-    row_decay = jnp.exp2(exponents.from_first(h, form.half_range + form.log2_scale))
     sums.add(
         taken[:C] * row_decay,
         taken[C:] * row_decay + (given[:C] + _lower_halves(given[C:], step, h)) * decay,
