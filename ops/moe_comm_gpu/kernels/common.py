@@ -39,8 +39,8 @@ EPOCH_SHIFT = tl.constexpr(32)
 #: In place of the expert row of a received row's choice: the choice is not of this rank and bucket, or found no room.
 ELSEWHERE, NO_ROOM = tl.constexpr(-1), tl.constexpr(-2)
 
-#: How the kernels are compiled. A multiprocessor runs one program, so registers up to the limit cost nothing; without one
-#: the assembler aims at several programs and spills a few.
+#: How the kernels are compiled. A multiprocessor runs one program, so registers up to the limit cost nothing; without
+#: one the assembler aims at several programs and spills a few.
 NUM_WARPS, MAX_REGISTERS = 8, 128
 
 #: Words of at most this many go through a program at a time: 16 bytes, four times, for each thread of eight warps.

@@ -1,0 +1,199 @@
+"""The exchange end to end on the emulation: the published test's matrix, speed, reuse, absent ranks, a small heap."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ops.moe_comm_gpu import Config
+from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
+from ops.moe_comm_gpu.emulation.launcher import run_processes
+from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime
+from ops.moe_comm_gpu.emulation_backend import Exchange
+from ops.moe_comm_gpu.kernel_exchange import KernelExchange
+from reference import moe_cases
+from tests.moe import harness
+from tests.moe.strategies import Case, full
+from tests.moe_kernels.worlds import opened, simulate
+
+BACKEND = "nvshmem_emulated"
+IN_DTYPES = ["bfloat16", "float16", "float8_e4m3fn"]
+PUBLISHED = [
+    pytest.param(
+        shape,
+        in_dtype,
+        out_dtype,
+        id=f"{shape}-{in_dtype}-{out_dtype}",
+        marks=[] if (shape, in_dtype, out_dtype) == ("published_small", "bfloat16", "bfloat16") else pytest.mark.slow,
+    )
+    for shape in ("published_small", "published_large")
+    for in_dtype in IN_DTYPES
+    for out_dtype in ("bfloat16", "float16")
+]
+
+
+def published(shape: str, in_dtype: str, out_dtype: str, mode: str = "per_rank") -> Case:
+    """The case of the published test: each row with scales of blocks of 128 if it is fp8."""
+    block = 128 if in_dtype.startswith("float8") else None
+    return full(shape, in_dtype=in_dtype, out_dtype=out_dtype, scale_block=block, mode=mode, weights_early=True)
+
+
+@pytest.mark.parametrize(("shape", "in_dtype", "out_dtype"), PUBLISHED)
+@pytest.mark.parametrize("mode", ["per_rank", pytest.param("per_expert", marks=pytest.mark.slow)])
+def test_published_matrix_on_the_emulation(shape: str, in_dtype: str, out_dtype: str, mode: str) -> None:
+    harness.run(published(shape, in_dtype, out_dtype, mode), BACKEND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "in_dtype", "out_dtype"), PUBLISHED)
+@pytest.mark.parametrize("mode", ["per_rank", "per_expert"])
+def test_published_matrix_on_the_simulator(shape: str, in_dtype: str, out_dtype: str, mode: str) -> None:
+    simulate([published(shape, in_dtype, out_dtype, mode)], 1, heap_bytes=64 << 20)
+
+
+def _timed_rounds(runtime: EmulatedRuntime) -> float:
+    shape = replace(moe_cases.SHAPES["six_of_eight"], hidden=256, max_num_tokens=16, experts_per_token=2)
+    case = full(shape, weights_early=True)
+    tokens = harness._tokens(case, runtime.my_pe, 0)
+    ids, weights = harness._ids(case, runtime.my_pe, 0), torch.from_numpy(case.weights(runtime.my_pe))
+    best = float("inf")
+    with KernelExchange(case.config(runtime.my_pe), runtime, num_programs=1) as exchange:
+        for _ in range(5):
+            runtime.barrier()
+            start = time.perf_counter()
+            handle = exchange.dispatch(tokens, ids, weights=weights)
+            exchange.combine(handle, handle.rows)
+            runtime.barrier()
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def test_dispatch_and_combine_of_16_tokens_by_4_processes_within_two_seconds() -> None:
+    assert max(run_processes(4, _timed_rounds)) < 2.0
+
+
+def _rounds_of_all_sizes(rank: int, group: Any, number: int) -> None:
+    shape = replace(moe_cases.SHAPES["two_ranks"], hidden=16)
+    case = full(shape, weights_early=True)
+    with Exchange(case.config(rank), group, num_programs=1) as exchange:
+        for call in range(number):
+            sizes = tuple((call + 3 * member) % (shape.max_num_tokens + 1) for member in range(2))
+            present = replace(case, num_tokens=sizes, seed=call)
+            (seen,) = harness._observe_rank(rank, exchange, present, f"{opened.__module__}:opened")
+            harness._check_rows(present, 0, _world(present), rank, seen)
+
+
+def _world(case: Case) -> Any:
+    from reference import moe
+
+    return moe.World(case.shape.world_size, case.shape.expert_rank, case.shape.dp_size)
+
+
+@pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_calls_on_one_buffer_with_changing_numbers_of_tokens(number: int) -> None:
+    harness.workers().run(_rounds_of_all_sizes, [(number,)] * 2, timeout_s=500)
+
+
+def _skips_combine(runtime: EmulatedRuntime) -> str:
+    config = Config(
+        max_num_tokens=1,
+        num_experts=2,
+        experts_per_token=1,
+        hidden=8,
+        world_size=2,
+        rank=runtime.my_pe,
+        num_buffer_sets=2,
+        timeout_s=1.5,
+    )
+    exchange = KernelExchange(config, runtime, num_programs=1)
+    handle = exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[1 - runtime.my_pe]]))
+    if runtime.my_pe == 1:
+        time.sleep(2.5)
+        return ""
+    with pytest.raises(WaitTimeoutError) as caught:
+        exchange.combine(handle, handle.rows, torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match="earlier call failed"):
+        exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[0]]))
+    return str(caught.value)
+
+
+def test_a_wait_that_takes_too_long_names_rank_operation_and_what_was_awaited() -> None:
+    message, _ = run_processes(2, _skips_combine)
+    assert "rank 0" in message
+    assert "combine receive" in message
+    assert "combine receive: rows: waits for" in message
+    assert "gave up after 1.5 s" in message
+
+
+def _never_dispatches(runtime: EmulatedRuntime) -> str:
+    config = Config(
+        max_num_tokens=1,
+        num_experts=2,
+        experts_per_token=1,
+        hidden=8,
+        world_size=2,
+        rank=runtime.my_pe,
+        timeout_s=1.0,
+    )
+    exchange = KernelExchange(config, runtime, num_programs=1)
+    if runtime.my_pe == 1:
+        time.sleep(2.0)
+        return ""
+    with pytest.raises(WaitTimeoutError) as caught:
+        exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[1]]))
+    return str(caught.value)
+
+
+def test_a_rank_that_never_dispatches_is_named_by_the_wait_in_the_kernel() -> None:
+    message, _ = run_processes(2, _never_dispatches)
+    assert "dispatch receive: number of rows: waits for rank 1 (signal is 0, has to reach 4294967296)" in message
+
+
+def _heap_of_64_kib(rank: int, group: Any) -> str:
+    config = Config(max_num_tokens=16, num_experts=2, experts_per_token=1, hidden=4096, world_size=2, rank=rank)
+    os.environ["NVSHMEM_SYMMETRIC_SIZE"] = "64K"
+    try:
+        with pytest.raises(MemoryError) as caught:
+            Exchange(config, group)
+    finally:
+        del os.environ["NVSHMEM_SYMMETRIC_SIZE"]
+    return str(caught.value)
+
+
+def test_a_heap_that_is_too_small_is_refused_on_every_rank_and_named() -> None:
+    for message in harness.workers().run(_heap_of_64_kib, [()] * 2):
+        assert "exchange buffer set 0 needs" in message
+        assert "available" in message
+        assert "NVSHMEM_SYMMETRIC_SIZE" in message
+
+
+def _make_and_close(rank: int, group: Any) -> list[str]:
+    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=16, world_size=2, rank=rank)
+    for _ in range(20):
+        with Exchange(config, group) as exchange:
+            handle = exchange.dispatch(torch.ones(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int32))
+            exchange.combine(handle, handle.rows, torch.ones(2, 1))
+    return [name for name in os.listdir("/dev/shm") if name.startswith("moe_comm_heap_")]
+
+
+def test_making_and_closing_leaves_no_heap_behind() -> None:
+    before = {name for name in os.listdir("/dev/shm") if name.startswith("moe_comm_heap_")}
+    for left in harness.workers().run(_make_and_close, [()] * 2):
+        assert set(left) <= before
+
+
+def test_plain_stores_in_place_of_puts() -> None:
+    for mode in ("per_rank", "per_expert"):
+        harness.run(
+            full("two_ranks", mode=mode, weights_early=True), "tests.moe_kernels.test_emulation:direct_exchange"
+        )
+
+
+def direct_exchange(config: Config, group: Any) -> Exchange:
+    """An exchange that writes to other ranks with plain stores."""
+    return Exchange(config, group, direct=True)
