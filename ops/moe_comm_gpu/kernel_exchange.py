@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -228,12 +230,8 @@ class KernelExchange(Exchange):
         return self.always_agrees or self.config.check_ids
 
     def _agree(self, announcement: checks.Announcement) -> None:
-        self._require_sound("dispatch")
-        try:
+        with self._between_ranks("dispatch"):
             checks.agree_on_dispatch(announcement, self.config, self._runtime)
-        except TimeoutError as error:
-            self._broken = True
-            raise self._explained("dispatch", error) from error
 
     def _announce_refusal(self, error: Exception) -> None:
         if self._agrees and not self._broken:
@@ -263,21 +261,27 @@ class KernelExchange(Exchange):
         """The error to raise for a wait that took too long."""
         return error
 
-    def _require_sound(self, call: str) -> None:
+    @contextlib.contextmanager
+    def _between_ranks(self, call: str) -> Iterator[None]:
+        """Where ranks wait for one another. After an error there they disagree about what was sent, unless all of them
+        refused: nothing may follow but release.
+        """
         if self._broken:
             raise RuntimeError(f"{call}: an earlier call failed between the ranks; close the exchange, make a new one")
-
-    def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
-        self._require_sound(label)
-        grid = (self._num_programs,)
         try:
-            self._runtime.launch(kernel, grid, *args, num_warps=NUM_WARPS, label=label, **constants)
+            yield
+        except ValueError:
+            raise
         except BaseException as error:
-            # The ranks now disagree about what was sent: nothing may follow but release.
             self._broken = True
             if isinstance(error, WaitTimeoutError):
-                raise self._explained(label, error) from error
+                raise self._explained(call, error) from error
             raise
+
+    def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:
+        grid = (self._num_programs,)
+        with self._between_ranks(label):
+            self._runtime.launch(kernel, grid, *args, num_warps=NUM_WARPS, label=label, **constants)
 
     def _new_batch(self, layout: Layout) -> Batch:
         buffers = next(candidate for candidate in self._sets if not candidate.busy)
@@ -298,7 +302,8 @@ class KernelExchange(Exchange):
         staged, landed = _pair_bytes(self._layout)
         if buffers.late_memory is None:
             name = "rows in pairs, for weights first given to combine"
-            buffers.late_memory = self._runtime.allocate(staged + landed, name)
+            with self._between_ranks(name):
+                buffers.late_memory = self._runtime.allocate(staged + landed, name)
         return buffers.late_memory[:staged], buffers.late_memory[staged:]
 
     def _raise_overflow(self) -> None:

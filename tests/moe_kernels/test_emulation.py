@@ -111,14 +111,15 @@ def _skips_combine(runtime: EmulatedRuntime) -> str:
         timeout_s=1.5,
     )
     exchange = KernelExchange(config, runtime, num_programs=1)
-    handle = exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[1 - runtime.my_pe]]))
+    tokens, ids = torch.ones(1, 8).bfloat16(), torch.tensor([[1 - runtime.my_pe]])
+    handle = exchange.dispatch(tokens, ids, weights=torch.ones(1, 1))
     if runtime.my_pe == 1:
         time.sleep(2.5)
         return ""
     with pytest.raises(WaitTimeoutError) as caught:
-        exchange.combine(handle, handle.rows, torch.ones(1, 1))
+        exchange.combine(handle, handle.rows)
     with pytest.raises(RuntimeError, match="earlier call failed"):
-        exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[0]]))
+        exchange.dispatch(tokens, ids)
     return str(caught.value)
 
 
