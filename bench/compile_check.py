@@ -33,6 +33,7 @@ from triton.runtime.jit import mangle_type
 from bench.timing import environment, header, table, write_json_lines
 from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange
+from ops.moe_comm_gpu.kernels.common import MAX_REGISTERS
 from ops.moe_comm_gpu.nvshmem.probe import find_library
 
 ARCHITECTURES = (80, 90, 100)
@@ -186,7 +187,12 @@ def compile_launch(launch: Launch, arch: int) -> Report:
     signature, constants, attributes = _specialise(launch)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     library = find_library().device_library(arch)
-    options = {"num_warps": launch.num_warps, "extern_libs": {"nvshmem": str(library)}}
+    options = {
+        "num_warps": launch.num_warps,
+        "maxnreg": MAX_REGISTERS,
+        "extern_libs": {"nvshmem": str(library)},
+        "launch_cooperative_grid": True,
+    }
     knobs, log = triton.knobs, io.StringIO()
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
         # The device primitives are builtins to Triton, which its cache does not know the contents of.
