@@ -271,8 +271,13 @@ def check(variants: Iterable[str], architectures: Iterable[int]) -> Iterator[Rep
     for variant in variants:
         for launch in record(variant, **VARIANTS[variant]):
             for arch in architectures:
-                if arch >= _FIRST_WITH_FP8 or "fp8" not in str([launch.arguments.get(n) for n in ("row_type",)]):
+                if _runs_on(launch, arch):
                     yield compile_launch(launch, arch)
+
+
+def _runs_on(launch: Launch, arch: int) -> bool:
+    row_type = launch.arguments.get("row_type")
+    return arch >= _FIRST_WITH_FP8 or row_type is None or row_type.primitive_bitwidth > 8
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

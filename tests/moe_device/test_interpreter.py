@@ -171,4 +171,6 @@ def test_missing_and_unknown_arguments_are_named():
     with pytest.raises(TypeError, match="dtype"):
         interpreter.bind(_convert, (torch.zeros(1), torch.zeros(1), 1), {"BLOCK": 32})
     with pytest.raises(TypeError, match="unknown"):
-        interpreter.bind(_convert, (torch.zeros(1), torch.zeros(1), 1), {"dtype": tl.float32, "BLOCK": 32, "unknown": 1})
+        interpreter.bind(
+            _convert, (torch.zeros(1), torch.zeros(1), 1), {"dtype": tl.float32, "BLOCK": 32, "unknown": 1}
+        )
