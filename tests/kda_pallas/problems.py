@@ -13,10 +13,12 @@ from ops.kda_tpu import contract
 from ops.kda_tpu.contract import Problem
 from reference import kda as reference
 
-FLOAT32 = {"query": 2e-5, "key": 2e-5, "value": 2e-5, "gate": 2e-5, "beta": 2e-5, "a_log": 2e-5, "delta_time_bias": 2e-5,
-           "initial_state": 2e-5}  # fmt: skip
-BFLOAT16 = {"query": 8e-3, "key": 8e-3, "value": 8e-3, "gate": 1.5e-2, "beta": 1.5e-2, "a_log": 1.5e-2,
-            "delta_time_bias": 1.5e-2, "initial_state": 8e-3}  # fmt: skip
+#: For jax.jit: interpreted kernels are large programs that run once, so compiling them is what takes the time.
+QUICK = {"xla_backend_optimization_level": 0}
+
+_GRADIENTS = ("query", "key", "value", "gate", "beta", "a_log", "delta_time_bias", "initial_state")
+FLOAT32 = dict.fromkeys(_GRADIENTS, 2e-5)
+BFLOAT16 = dict.fromkeys(_GRADIENTS, 8e-3) | dict.fromkeys(("gate", "beta", "a_log", "delta_time_bias"), 1.5e-2)
 TOLERANCES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  # relative RMS by dtype of the inputs and gradient
 
 
@@ -48,12 +50,9 @@ def problem(
     lower_bound: float = -5.0,
     seed: int = 0,
 ) -> Problem:
-    """A random problem.
+    """A random problem; ``gate`` is "softplus", "bounded" or "log" (given log decays, log-normal around -mean nats).
 
-    Args:
-        gate: "log" (log decays given, log-normal around ``-mean`` nats), "softplus" or "bounded".
-        ids: segment ids; they set ``batch`` and ``tokens``.
-        others: see :class:`Problem`.
+    ``ids`` set batch and tokens; the rest is as in :class:`Problem`.
     """
     contract._register_pytree()
     rng = np.random.default_rng(seed)
@@ -99,9 +98,8 @@ def float64(x: Any) -> np.ndarray | None:
 
 def reference_gradients(p: Problem, d_output: jax.Array, d_final_state: jax.Array | None) -> reference.Gradients:
     """Gradients by the token recurrence in float64."""
-    names = ("query", "key", "value", "gate", "beta", "a_log", "delta_time_bias", "initial_state")
     inputs = reference.Inputs(
-        **{name: float64(getattr(p, name)) for name in names},
+        **{name: float64(getattr(p, name)) for name in _GRADIENTS},
         segment_ids=None if p.segment_ids is None else np.asarray(p.segment_ids),
         scale=p.scale,
         use_qk_l2norm=p.use_qk_l2norm,

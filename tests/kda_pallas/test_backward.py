@@ -17,13 +17,13 @@ from ops.kda_tpu.pallas.backward_pairs import PairForm
 from ops.kda_tpu.pallas.common import GateForm, split
 from ops.kda_tpu.pallas.config import Config
 from tests.kda_pallas.chunked_forward import residuals
-from tests.kda_pallas.problems import check_gradients, cotangents, problem, segments
+from tests.kda_pallas.problems import QUICK, check_gradients, cotangents, problem, segments
 
 SMALL = Config(chunks_per_step=1, heads_per_step=1)
 PACKED = segments((50, -7, 20, 3), (-5, 30, 1, -4, 40))
 
 
-jitted = jax.jit(backward, static_argnames=("config", "interpret"))
+jitted = jax.jit(backward, static_argnames=("config", "interpret"), compiler_options=QUICK)
 
 
 def run(p: Any, config: Config = SMALL, d_output: Any = None, d_final: Any = None, interpret: Any = True) -> Gradients:

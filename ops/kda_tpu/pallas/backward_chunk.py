@@ -183,6 +183,9 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     diagonal = None if form.pairs.diagonal else _diagonal(form, products)
     pairs = PairSums()
     yield from pair_sums(form.pairs, at, exponents, Scores.of(form.pairs, products), pairs)
+    assert pairs.query is not None
+    assert pairs.key is not None
+    assert pairs.gate is not None
 
     # dg = reverse_cumsum(P) + exclusive_prefix(x) + sum_v 2^gC h dh
     gam = _scaled_prefix(form, exponents)
@@ -202,7 +205,7 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
 
 
 def _scaled_prefix(form: Form, exponents: Exponents) -> Array:
-    """scale gam; the exponents' prefix already has the scale's magnitude."""
+    """Gam times the scale, whose magnitude the exponents' prefix already has."""
     gam = jnp.exp2(exponents.prefix)
     return gam if form.scale > 0 else -gam
 
