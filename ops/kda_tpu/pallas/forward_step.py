@@ -92,8 +92,8 @@ class Layout:
         """Scratch memory by name; what the front half leaves for the back half of the next step is there twice."""
         rows = (CHUNK, self.key_width)
         return {
-            "q": pltpu.VMEM((2 * self.units, *rows), self.dtype),
-            "k": pltpu.VMEM((2 * self.units, *rows), self.dtype),
+            "q": pltpu.VMEM((2 * self.units, *rows), jnp.float32),
+            "k": pltpu.VMEM((2 * self.units, *rows), jnp.float32),
             "sums": pltpu.VMEM((2 * self.units * self.intra.sums, *rows), jnp.float32),
             "aqk": pltpu.VMEM((2 * self.pairs, CHUNK, 2 * CHUNK), self.dtype),
             "lower": pltpu.VMEM((2 * self.pairs, CHUNK, 2 * CHUNK), jnp.float32),
@@ -224,7 +224,7 @@ class _Tiles:
                 refs.sums[self._unit_at(self.front, unit) * form.sums + n] = x
         yield None
         rows = [(self._rows(first), self._rows(second)) for _, first, second in group]
-        found = yield from scores(rows, form)
+        found = yield from scores(rows, form, layout.dtype)
         for (n, *pair), (qk, kk) in zip(group, found, strict=True):
             at = self.front.buffer * layout.pairs + n
             refs.aqk[at] = qk.astype(layout.dtype)
@@ -237,13 +237,17 @@ class _Tiles:
         for source, target, scale in ((refs.query, refs.q, layout.scale), (refs.key, refs.k, 1.0)):
             x = self._select(self.front, unit, source[unit.at].astype(jnp.float32))
             factor: Any = rsqrt_of_square_sum(x) * scale if layout.normalise else scale
-            target[self._unit_at(self.front, unit)] = (x * factor).astype(layout.dtype)
+            target[self._unit_at(self.front, unit)] = x * factor
         rows = refs.gate_rows[unit.head] if layout.gate.activated else None
         decay = log2_decay(refs.gate[unit.at].astype(jnp.float32), rows, layout.gate)
         return self._select(self.front, unit, decay)
 
     def _invert(self, group: list[tuple[int, Unit, Unit]]) -> Stage:
-        """Back half, no state yet: leaves [A beta ; Aqk A beta] of two pairs, or [A beta ; Aqk] if nothing is saved."""
+        """Back half, no state yet: leaves [A beta ; Aqk A beta] of two pairs.
+
+        Aqk A is rounded as a whole: if keys are nearly parallel, the rows of v_new = A y nearly cancel in Aqk v_new and
+        their rounding errors do not.
+        """
         layout, refs = self.layout, self.refs
         at = [self.back.buffer * layout.pairs + n for n, *_ in group]
         scratch = [refs.substitution.at[n] for n, *_ in group]
@@ -251,18 +255,15 @@ class _Tiles:
         a_beta = []
         for (_, *pair), a in zip(group, inverse, strict=True):
             a_beta.append(a * jnp.concatenate([self.back.write_strengths(unit) for unit in pair], axis=1))
-        if layout.save:
-            products = [nn(refs.aqk[n], _diagonal(a.astype(layout.dtype))) for n, a in zip(at, a_beta, strict=True)]
-            yield None
-        for m, ((n, *pair), a) in enumerate(zip(group, a_beta, strict=True)):
-            refs.matrices[n, :CHUNK] = a.astype(layout.dtype)
-            if not layout.save:
-                refs.matrices[n, CHUNK:] = refs.aqk[at[m]]
-                continue
-            refs.matrices[n, CHUNK:] = products[m].astype(layout.dtype)
-            slabs = (jnp.concatenate([a, products[m]], axis=0) * (-1.0 / layout.scale)).astype(layout.dtype).T
-            for unit, slab in zip(pair, (slabs[:CHUNK], slabs[CHUNK:]), strict=True):
-                self._write(unit, refs.slab, (unit.head, unit.chunk), slab)
+        products = [nn(refs.aqk[n], _diagonal(a.astype(layout.dtype))) for n, a in zip(at, a_beta, strict=True)]
+        yield None
+        for (n, *pair), a, aqk_a in zip(group, a_beta, products, strict=True):
+            stacked = jnp.concatenate([a, aqk_a], axis=0)
+            refs.matrices[n] = stacked.astype(layout.dtype)
+            if layout.save:
+                slabs = (stacked * (-1.0 / layout.scale)).astype(layout.dtype).T
+                for unit, slab in zip(pair, (slabs[:CHUNK], slabs[CHUNK:]), strict=True):
+                    self._write(unit, refs.slab, (unit.head, unit.chunk), slab)
         for n, *_ in group:
             yield Done(("matrices", n))
 
@@ -270,7 +271,7 @@ class _Tiles:
         """Back half: state and output of one chunk of one head."""
         layout, refs, dtype = self.layout, self.refs, self.layout.dtype
         sums = self._sums(self.back, unit)
-        q_k = [ref[self._unit_at(self.back, unit)].astype(jnp.float32) for ref in (refs.k, refs.q)]
+        q_k = [ref[self._unit_at(self.back, unit)] for ref in (refs.k, refs.q)]
         gamma = jnp.exp2(sums.prefix())
         reading = jnp.concatenate([x * gamma for x in q_k], axis=0).astype(dtype)
         yield Need(("state", unit.head, unit.chunk - 1))
@@ -282,17 +283,15 @@ class _Tiles:
         value = self._select(self.back, unit, refs.value[unit.at].astype(jnp.float32))
         rest = (value - read[:CHUNK]).astype(dtype)
         start = unit.index % 2 * CHUNK
-        matrices = refs.matrices[pair][:, start : start + CHUNK]
-        written = nn(matrices if layout.save else matrices[:CHUNK], rest)
+        written = nn(refs.matrices[pair][:, start : start + CHUNK], rest)
         yield None
         v_new = written[:CHUNK].astype(dtype)
         k_last = q_k[0] * jnp.exp2(sums.suffix())
         update = tn(v_new, k_last.astype(dtype))
-        within = written[CHUNK:] if layout.save else nn(matrices[CHUNK:], v_new)
         yield None
         refs.state[unit.head] = refs.state[unit.head] * jnp.exp2(sums.total()) + update
         yield Done(("state", unit.head, unit.chunk))
-        self._write(unit, refs.output, unit.at, read[CHUNK:] + within)
+        self._write(unit, refs.output, unit.at, read[CHUNK:] + written[CHUNK:])
         if layout.save:
             self._write(unit, refs.v_new, unit.at, v_new)
 

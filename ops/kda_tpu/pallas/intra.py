@@ -142,8 +142,8 @@ class Rows:
 
     Attributes:
         sums: its decay sums.
-        query: loads [C, K] in the compute dtype.
-        key: loads [C, K] in the compute dtype.
+        query: loads [C, K] float32.
+        key: loads [C, K] float32.
     """
 
     sums: DecaySums
@@ -154,7 +154,7 @@ class Rows:
 Pair = tuple[Rows, Rows]
 
 
-def scores(pairs: Sequence[Pair], form: IntraForm) -> Phases[list[tuple[jax.Array, jax.Array]]]:
+def scores(pairs: Sequence[Pair], form: IntraForm, dtype: jnp.dtype) -> Phases[list[tuple[jax.Array, jax.Array]]]:
     """Returns for each pair (sum q k E for j <= i, sum k k E for j < i), 0 elsewhere, [C, 128] float32.
 
     The matrices of a pair lie side by side: both right factors are loaded into the matrix unit at once, which costs no
@@ -162,13 +162,13 @@ def scores(pairs: Sequence[Pair], form: IntraForm) -> Phases[list[tuple[jax.Arra
     """
     row, column = iota(_PAIR, 0), iota(_PAIR, 1) % CHUNK
     same = (row // form.anchor_rows) == (column // form.anchor_rows)
-    products = [_anchored_product(pair) for pair in pairs]
+    products = [_anchored_product(pair, dtype) for pair in pairs]
     yield None
     found = [
         (jnp.where(same & (column <= row), qk, 0.0), jnp.where(same & (column < row), kk, 0.0)) for qk, kk in products
     ]
     for m in form.levels:
-        products = [_level_product(pair, m) for pair in pairs]
+        products = [_level_product(pair, m, dtype) for pair in pairs]
         yield None
         mask = _upper((row // m == column // m + 1) & (row // m % 2 == 1), m)
         found = [
@@ -178,27 +178,27 @@ def scores(pairs: Sequence[Pair], form: IntraForm) -> Phases[list[tuple[jax.Arra
     return found
 
 
-def _anchored_product(pair: Pair) -> tuple[jax.Array, jax.Array]:
+def _anchored_product(pair: Pair, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     left, right = [], []
     for rows in pair:
         q, k = rows.query(), rows.key()
         if rows.sums.form.anchor_rows > 1:
             exponent = rows.sums.anchored()
             decay = jnp.exp2(exponent)
-            right.append(_times(k, jnp.exp2(-exponent)))
-            q, k = _times(q, decay), _times(k, decay)
+            right.append((k * jnp.exp2(-exponent)).astype(dtype))
+            q, k = q * decay, k * decay
         else:
-            right.append(k)
-        left += [q, k]
+            right.append(k.astype(dtype))
+        left += [q.astype(dtype), k.astype(dtype)]
     return _own_columns(nt(jnp.concatenate(left, axis=0), jnp.concatenate(right, axis=0)))
 
 
-def _level_product(pair: Pair, m: int) -> tuple[jax.Array, jax.Array]:
+def _level_product(pair: Pair, m: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     left, right = [], []
     for rows in pair:
         decay = jnp.exp2(rows.sums.level(m))
-        k = _times(rows.key(), decay)
-        left += [_times(_upper(rows.query(), m), _upper(decay, m)), _upper(k, m)]
+        k = (rows.key() * decay).astype(dtype)
+        left += [(_upper(rows.query(), m) * _upper(decay, m)).astype(dtype), _upper(k, m)]
         right.append(k)
     return _own_columns(nt(jnp.concatenate(left, axis=0), jnp.concatenate(right, axis=0)))
 
@@ -208,10 +208,6 @@ def _own_columns(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     n = product.shape[0] // 4
     first = iota((n, 2 * CHUNK), 1) < CHUNK
     return jnp.where(first, product[:n], product[2 * n : 3 * n]), jnp.where(first, product[n : 2 * n], product[3 * n :])
-
-
-def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _upper(x: jax.Array, m: int) -> jax.Array:
