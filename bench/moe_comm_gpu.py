@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench import timing
@@ -41,6 +42,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168, help="D")
     parser.add_argument("--repeats", type=int, default=20, help="rounds that count")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rounds of a section")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90], help="GPU architectures to compile for, 90 for sm_90"
+    )
     parser.add_argument("--out", default="out", help="folder for the JSON lines")
     return parser.parse_args(arguments)
 
@@ -62,9 +66,49 @@ def _gloo(options: argparse.Namespace) -> Rows:
     return moe_gloo.rows(moe_gloo.Options(_shape(options), options.repeats, options.budget))
 
 
+def _emulated_shape(options: argparse.Namespace) -> Shape:
+    """The same world, cut to what an interpreter can do in seconds."""
+    return replace(
+        _shape(options),
+        world_size=min(options.ranks, 4),
+        num_experts=min(options.experts, 32),
+        max_num_tokens=min(options.tokens, 16),
+        hidden=min(options.hidden, 256),
+    )
+
+
+def _emulated_title(options: argparse.Namespace) -> str:
+    shape = _emulated_shape(options)
+    return (
+        f"GPU kernels on the emulation (times are of an interpreter), {shape.world_size} processes, "
+        f"{shape.max_num_tokens} tokens a rank, {shape.num_experts} experts, {shape.experts_per_token} choices, "
+        f"hidden {shape.hidden}, bfloat16; to other ranks, of all ranks together"
+    )
+
+
+def _emulated(options: argparse.Namespace) -> Rows:
+    from bench import moe_emulated
+
+    return moe_emulated.rows(moe_emulated.Options(_emulated_shape(options), min(options.repeats, 5)))
+
+
+def _compile_title(options: argparse.Namespace) -> str:
+    from bench import compile_check
+
+    return f"GPU kernels compiled without a device, nothing measured; {compile_check.PRODUCTION}"
+
+
+def _compile(options: argparse.Namespace) -> Rows:
+    from bench import compile_check
+
+    return [report.row() for report in compile_check.check(compile_check.VARIANTS, options.arch)]
+
+
 # A section is a title and a function to records; both get the parsed options.
 SECTIONS: dict[str, tuple[Callable[[argparse.Namespace], str], Callable[[argparse.Namespace], Rows]]] = {
     "gloo": (_gloo_title, _gloo),
+    "emulated": (_emulated_title, _emulated),
+    "compile": (_compile_title, _compile),
 }
 
 
