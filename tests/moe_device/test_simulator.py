@@ -15,7 +15,8 @@ from ops.moe_comm_gpu.emulation.ordering import (
     SimulationError,
     UnwrittenReadError,
 )
-from ops.moe_comm_gpu.emulation.simulator import DeadlockError, Policy, Simulation
+from ops.moe_comm_gpu.emulation.scheduler import DeadlockError, Policy
+from ops.moe_comm_gpu.emulation.simulator import Simulation
 from tests.moe_device import toys
 
 SEEDS = range(8)
@@ -92,7 +93,7 @@ FAULTS = {
     ),
     "a put runs over its slot": (
         change(lambda o: o.kind == "put" and o.rank == 0, num_bytes=lambda o: o.num_bytes + 4),
-        (RaceError, OutOfBoundsError),
+        SimulationError,
     ),
     "a signal set where others add": (
         change(lambda o: o.kind == "put" and o.call == 3 and o.rank == 0, op=lambda o: o.op - 1),

@@ -3,8 +3,9 @@
 Each rank's host function and each program of each kernel is a task; at every communication operation the scheduler
 may let another task go on, or let a message make its next step. Puts and signals arrive late and in any order that the
 memory model of :mod:`ops.moe_comm_gpu.device.primitives` allows: nothing but a put's data and its own signal is
-ordered. Ranks stall. Memory is checked by :mod:`ops.moe_comm_gpu.emulation.ordering`. When every task waits and nothing
-is in flight, the run ends at once with what each one waits for. The same seed gives the same run.
+ordered. Ranks stall. Memory is checked by :mod:`ops.moe_comm_gpu.emulation.ordering`, in granules of four bytes of the
+heap. When every task waits and nothing is in flight, the run ends at once with what each one waits for. The same seed
+gives the same run.
 
     simulation = Simulation(n_pes=4, seed=7)
     results = simulation.run(lambda runtime: my_rank(runtime))    # once per rank, with a Runtime of its own
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from ops.moe_comm_gpu.device import hooks, watchdog
-from ops.moe_comm_gpu.emulation import interpreter, tasks
+from ops.moe_comm_gpu.emulation import interpreter
 from ops.moe_comm_gpu.emulation.floats import Array
 from ops.moe_comm_gpu.emulation.heap import HeapLayout
 from ops.moe_comm_gpu.emulation.operations import ADD, Fault, Operation
@@ -41,70 +42,9 @@ from ops.moe_comm_gpu.emulation.ordering import (
     OutOfBoundsError,
     SimulationError,
 )
+from ops.moe_comm_gpu.emulation.scheduler import Message, Policy, Scheduler, Task
 
 MASK_64 = (1 << 64) - 1
-
-
-class DeadlockError(SimulationError):
-    """Every task waits and nothing is in flight."""
-
-
-class _Abort(BaseException):
-    """Unwinds a task after another one has failed."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a run is scheduled, drawn from its seed.
-
-    Attributes:
-        switch: chance that another task goes on after an operation.
-        deliver: chance, at each choice, that a message makes a step although a task could go on.
-        order: which message: ``"random"``, ``"oldest"`` or ``"newest"``.
-        tear: chance that a put's data arrive in two parts.
-        stall: chance, at each choice, that a rank stops for a while.
-    """
-
-    switch: float
-    deliver: float
-    order: str
-    tear: float
-    stall: float
-
-    @staticmethod
-    def draw(rng: random.Random) -> Policy:
-        """A policy between eager and as late as possible."""
-        return Policy(
-            switch=rng.choice((0.05, 0.2, 0.5)),
-            deliver=rng.choice((0.0, 0.05, 0.3, 0.8)),
-            order=rng.choice(("random", "random", "oldest", "newest")),
-            tear=rng.choice((0.0, 0.3)),
-            stall=rng.choice((0.0, 0.01, 0.05)),
-        )
-
-
-@dataclass(eq=False)
-class _Task:
-    name: str
-    rank: int
-    body: Callable[[], None]
-    actor: Actor
-    index: tuple[int, int, int] = (0, 0, 0)
-    grid: tuple[int, ...] = (1, 1, 1)
-    label: str = "host"
-    call: int = -1
-    host: _Task | None = None  # of a program: who launched it and waits
-    baton: tasks.Baton = field(default_factory=tasks.Baton)
-    waits_for: Callable[[], str] | None = None
-    started: bool = False
-
-
-@dataclass(eq=False)
-class _Message:
-    """A put or a signal on its way: ``steps`` that happen in order."""
-
-    destination_rank: int
-    steps: deque[Callable[[], object]]
 
 
 @dataclass(eq=False)
@@ -146,7 +86,9 @@ class Simulation:
         self.operation_names: list[Sequence[str]] = [()] * n_pes
         self._fault = fault
         self._rng = random.Random(seed)
-        self._policy = policy or Policy.draw(self._rng)
+        self.scheduler = Scheduler(
+            n_pes, self._rng, policy or Policy.draw(self._rng), self._enter, f"simulation of {n_pes} ranks, seed {seed}"
+        )
         self._max_threads = max_threads
         self.ordering = Ordering(n_pes * (1 + max_threads))
         self.heap = torch.zeros(n_pes * heap_bytes + 256, dtype=torch.uint8)
@@ -154,15 +96,7 @@ class Simulation:
         self.layout = HeapLayout(heap_bytes)
         self.ordering.add_region(self.base, n_pes * heap_bytes, 2, self._describe)
         self._threads_used: dict[int, int] = defaultdict(int)  # thread -> its last clock
-        self._tasks: list[_Task] = []  # not finished
-        self._ready: list[_Task] = []
-        self._waiting: dict[Any, list[_Task]] = defaultdict(list)  # by what they wait for
-        self._running: _Task | None = None
-        self._in_flight: list[_Message] = []
-        self._stalled, self._stalled_until, self._step = -1, 0, 0
         self._collectives: list[_Collective] = []
-        self._error: BaseException | None = None
-        self._finished = tasks.Baton()
 
     # --- running --------------------------------------------------------------------------------------------------
 
@@ -181,21 +115,16 @@ class Simulation:
         for rank in range(self.n_pes):
             runtime = SimulatedRuntime(self, rank)
             actor = self._actor(f"rank {rank}", rank * (1 + self._max_threads), self.ordering.new_knowledge())
-            task = _Task(f"rank {rank}", rank, lambda runtime=runtime: body(runtime), actor)  # type: ignore[misc]
+            task = Task(f"rank {rank}", rank, functools.partial(body, runtime), actor)
             runtime.task = task
-            self._add(task)
+            self.scheduler.add(task)
         with interpreter.language():
             interpreter.builder.observer = _Observer(self)
             try:
-                first = self._choose()
-                if first is not None:
-                    self._resume(first)
-                    self._finished.wait()
+                self.scheduler.run()
             finally:
                 interpreter.builder.observer = None
                 hooks.set_current(None)
-        if self._error is not None:
-            raise self._error
         return results
 
     def _actor(self, name: str, thread: int, knowledge: Knowledge) -> Actor:
@@ -203,132 +132,9 @@ class Simulation:
         knowledge.clock[thread] = number
         return Actor(name, thread, knowledge)
 
-    def _add(self, task: _Task) -> None:
-        self._tasks.append(task)
-        self._ready.append(task)
-
-    def _choose(self) -> _Task | None:
-        """The task that goes on; None when there is none left."""
-        while True:
-            if self._error is not None:
-                # Programs before hosts: a host whose thread is lent can only be unwound after its borrower.
-                return next((t for t in reversed(self._tasks) if t.started), None)
-            self._step += 1
-            if self._rng.random() < self._policy.stall:
-                self._stalled, self._stalled_until = self._rng.randrange(self.n_pes), self._step + 40
-            if self._in_flight and (not self._ready or self._rng.random() < self._policy.deliver):
-                self._deliver()
-                continue
-            ready = self._ready
-            if self._step < self._stalled_until:
-                ready = [t for t in ready if t.rank != self._stalled] or ready
-            if ready:
-                return ready[self._rng.randrange(len(ready))]
-            if not self._tasks:
-                return None
-            self._fail(self._deadlock())
-
-    def _deliver(self) -> None:
-        messages = self._in_flight
-        if self._step < self._stalled_until:
-            messages = [m for m in messages if m.destination_rank != self._stalled] or messages
-        position = {"random": self._rng.randrange(len(messages)), "oldest": 0, "newest": -1}[self._policy.order]
-        self._advance(messages[position])
-
-    def _advance(self, message: _Message) -> None:
-        try:
-            message.steps.popleft()()
-        except SimulationError as error:
-            self._fail(error)
-        if not message.steps:
-            self._in_flight.remove(message)
-
-    def _deadlock(self) -> DeadlockError:
-        waits = [f"  {t.name} waits for {t.waits_for()}" for t in self._tasks if t.waits_for is not None]
-        hosts = {t.rank for t in self._tasks if t.label == "host"}
-        waits += [f"  rank {rank} has returned" for rank in range(self.n_pes) if rank not in hosts]
-        return DeadlockError("every task waits and nothing is in flight:\n" + "\n".join(waits))
-
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None:
-            task = self._running.name if self._running is not None else "the network"
-            error.add_note(f"simulation of {self.n_pes} ranks, seed {self.seed}, while {task} ran")
-            self._error = error
-
-    def _resume(self, task: _Task) -> None:
-        if task.started:
-            task.baton.give()
-        else:
-            task.started = True
-            tasks.start(lambda: self._run_task(task))
-
-    def _enter(self, task: _Task) -> None:
-        self._running = task
+    def _enter(self, task: Task) -> None:
         hooks.set_current(_Hooks(self, task))
         interpreter.set_program(task.index, task.grid)
-
-    def _run_task(self, task: _Task) -> None:
-        """The life of a thread: runs ``task``, then further ones as long as new ones are chosen."""
-        while True:
-            self._execute(task)
-            following = self._choose()
-            if following is None:
-                self._finished.give()
-                return
-            if following.started:
-                following.baton.give()
-                return
-            task = following
-            task.started = True
-
-    def _execute(self, task: _Task) -> None:
-        """Runs a task to its end."""
-        self._enter(task)
-        try:
-            task.body()
-        except _Abort:
-            pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, run() raises it
-            self._fail(error)
-        self._tasks.remove(task)
-        if task in self._ready:
-            self._ready.remove(task)
-
-    def _switch(self, task: _Task) -> None:
-        """Lets the scheduler choose; returns when ``task`` is to go on."""
-        chosen = self._choose()
-        # A host that waits for its kernel lends its thread to programs of that kernel: it cannot go on before they end.
-        while chosen is not None and not chosen.started and chosen.host is task:
-            chosen.started = True
-            self._execute(chosen)
-            chosen = self._choose()
-        if chosen is not task:
-            assert chosen is not None
-            self._resume(chosen)
-            task.baton.wait()
-        self._enter(task)
-        if self._error is not None:
-            raise _Abort
-
-    def operate(self, task: _Task) -> None:
-        """A place where another task may go on."""
-        if self._error is not None:
-            raise _Abort
-        if self._rng.random() < self._policy.switch:
-            self._switch(task)
-
-    def block(self, task: _Task, key: Any, done: Callable[[], bool], waits_for: Callable[[], str]) -> None:
-        """Returns once ``done()``; looked at again whenever ``wake(key)`` is called."""
-        while not done():
-            task.waits_for = waits_for
-            self._ready.remove(task)
-            self._waiting[key].append(task)
-            self._switch(task)
-        task.waits_for = None
-
-    def wake(self, key: Any) -> None:
-        """Makes the tasks that wait for ``key`` look again."""
-        self._ready.extend(self._waiting.pop(key, ()))
 
     # --- memory and messages --------------------------------------------------------------------------------------
 
@@ -358,12 +164,12 @@ class Simulation:
         """Names a symmetric address."""
         return self._describe(address) if self.offset(address) >= 0 else f"local word {address:#x}"
 
-    def perform(self, task: _Task, operation: Operation) -> Operation | None:
+    def perform(self, task: Task, operation: Operation) -> Operation | None:
         """Records the operation and returns what is to happen instead."""
         self.trace.append(operation)
         return operation if self._fault is None else self._fault(operation)
 
-    def put(self, task: _Task, o: Operation) -> None:
+    def put(self, task: Task, o: Operation) -> None:
         """Sends a put on its way."""
         rank_base = self.base + o.rank * self.heap_bytes
         what = f"put by {task.name}"
@@ -372,7 +178,7 @@ class Simulation:
         released = self.ordering.put(task.actor, destination, source, o.num_bytes, what)
         steps: deque[Callable[[], object]] = deque()
         parts = [(0, o.num_bytes)]
-        if o.num_bytes > 16 and self._rng.random() < self._policy.tear:
+        if o.num_bytes > 16 and self._rng.random() < self.scheduler.policy.tear:
             cut = 16 * self._rng.randrange(1, -(-o.num_bytes // 16))
             parts = [(0, cut), (cut, o.num_bytes - cut)]
             self._rng.shuffle(parts)
@@ -384,14 +190,14 @@ class Simulation:
         if o.signal_first:  # the data are then not covered by the signal
             released.arrived &= ~(1 << released.arrived.bit_length() - 1)
             released.arrived |= 1 << self.ordering.new_bit()
-        self._in_flight.append(_Message(o.pe, steps))
+        self.scheduler.in_flight.append(Message(o.pe, steps))
 
-    def signal(self, task: _Task, o: Operation) -> None:
+    def signal(self, task: Task, o: Operation) -> None:
         """Sends a signal on its way."""
         arrival = self._signal_step(task, o, self.ordering.signal(task.actor))
-        self._in_flight.append(_Message(o.pe, deque((arrival,))))
+        self.scheduler.in_flight.append(Message(o.pe, deque((arrival,))))
 
-    def _signal_step(self, task: _Task, o: Operation, released: Knowledge) -> Callable[[], None]:
+    def _signal_step(self, task: Task, o: Operation, released: Knowledge) -> Callable[[], None]:
         what = f"{o.kind} by {task.name}"
         address = self.on_rank(self.base + o.rank * self.heap_bytes + o.signal, o.rank, o.pe, what)
 
@@ -399,18 +205,13 @@ class Simulation:
             word = self.word(address)
             self.ordering.signal_arrives(address, released, o.op != ADD, what)
             word.value = (word.value + o.value if o.op == ADD else o.value) & MASK_64
-            self.wake(address)
+            self.scheduler.wake(address)
 
         return arrive
 
-    def flush(self) -> None:
-        """Lets everything arrive, in the policy's order."""
-        while self._in_flight and self._error is None:
-            self._deliver()
-
     # --- what hosts do --------------------------------------------------------------------------------------------
 
-    def collective(self, task: _Task, number: int, kind: str, value: Any, effect: Callable[[], None]) -> list[Any]:
+    def collective(self, task: Task, number: int, kind: str, value: Any, effect: Callable[[], None]) -> list[Any]:
         """All ranks meet; the last one to come causes ``effect``. Returns each rank's value."""
         if number == len(self._collectives):
             self._collectives.append(_Collective(kind))
@@ -420,20 +221,20 @@ class Simulation:
         entry.values[task.rank] = value
         if len(entry.values) == self.n_pes:
             effect()
-            self.wake(entry)
+            self.scheduler.wake(entry)
 
         def missing() -> str:
             absent = [rank for rank in range(self.n_pes) if rank not in entry.values]
             return f"{kind}, which ranks {absent} have not called"
 
-        self.block(task, entry, lambda: len(entry.values) == self.n_pes, missing)
+        self.scheduler.block(task, entry, lambda: len(entry.values) == self.n_pes, missing)
         return [entry.values[rank] for rank in range(self.n_pes)]
 
     def meet(self) -> None:
         """The effect of a barrier: everything has arrived, and every host knows what every other one does."""
-        self.flush()
+        self.scheduler.flush()
         together = self.ordering.new_knowledge()
-        hosts = [t for t in self._tasks if t.label == "host"]
+        hosts = [t for t in self.scheduler.tasks if t.label == "host"]
         for host in hosts:
             together.learn(host.actor.knowledge)
         together.arrived |= self.ordering.everything_arrived()
@@ -441,13 +242,13 @@ class Simulation:
             host.actor.knowledge.learn(together)
 
     def launch(
-        self, host: _Task, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], label: str, call: int
+        self, host: Task, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], label: str, call: int
     ) -> None:
         """Runs all programs of a kernel, at most ``max_resident_programs`` at a time."""
         full = (*grid, 1, 1)[:3]
         indices = [(x, y, z) for x in range(full[0]) for y in range(full[1]) for z in range(full[2])]
         left, pending = set(indices), deque(enumerate(indices))
-        programs: list[_Task] = []
+        programs: list[Task] = []
 
         def next_program() -> None:
             number, index = pending.popleft()
@@ -461,15 +262,15 @@ class Simulation:
                 if pending:
                     next_program()
                 if not left:
-                    self.wake(id(programs))
+                    self.scheduler.wake(id(programs))
 
-            task = _Task(name, host.rank, body, actor, index, full, label, call, host)
+            task = Task(name, host.rank, body, actor, index, full, label, call, host)
             programs.append(task)
-            self._add(task)
+            self.scheduler.add(task)
 
         for _ in range(min(len(indices), self.max_resident_programs)):
             next_program()
-        self.block(host, id(programs), lambda: not left, lambda: f"{label} (launch {call}) to end")
+        self.scheduler.block(host, id(programs), lambda: not left, lambda: f"{label} (launch {call}) to end")
         for task in programs:
             host.actor.knowledge.learn(task.actor.knowledge)
 
@@ -483,11 +284,11 @@ class SimulatedRuntime:
         self.max_resident_programs = simulation.max_resident_programs
         self.watchdog = torch.zeros(watchdog.NUM_WORDS, dtype=torch.int64)
         self.simulation = simulation
-        self.task: _Task
+        self.task: Task
         self._launches = self._collectives = 0
 
     def _meet(self, kind: str, value: Any, effect: Callable[[], None]) -> list[Any]:
-        self.simulation.operate(self.task)
+        self.simulation.scheduler.operate(self.task)
         number, self._collectives = self._collectives, self._collectives + 1
         return self.simulation.collective(self.task, number, kind, value, effect)
 
@@ -516,7 +317,7 @@ class SimulatedRuntime:
         offset = simulation.offset(tensor.data_ptr())
 
         def effect() -> None:
-            simulation.flush()
+            simulation.scheduler.flush()
             allocation = simulation.layout.free(offset)
             for rank in range(simulation.n_pes):
                 start = simulation.base + rank * simulation.heap_bytes + offset
@@ -530,7 +331,7 @@ class SimulatedRuntime:
     ) -> None:
         """Runs a kernel to its end; see :class:`~ops.moe_comm_gpu.device.runtime.Runtime`."""
         simulation, ordering = self.simulation, self.simulation.ordering
-        simulation.operate(self.task)
+        simulation.scheduler.operate(self.task)
         arguments = interpreter.bind(kernel, args, constexprs)
         local = [t for t in (*args, *constexprs.values()) if isinstance(t, torch.Tensor) and t.numel()]
         local = [t for t in local if simulation.offset(t.data_ptr()) < 0]
@@ -571,7 +372,7 @@ def _describe_local(base: int) -> Callable[[int], str]:
 class _Hooks:
     """The device primitives of one task."""
 
-    def __init__(self, simulation: Simulation, task: _Task) -> None:
+    def __init__(self, simulation: Simulation, task: Task) -> None:
         self._simulation, self._task = simulation, task
 
     def my_pe(self) -> int:
@@ -605,20 +406,20 @@ class _Hooks:
         operation = self._operation("put", num_bytes=num_bytes, value=value, op=op, pe=pe, **fields)
         if operation is not None:
             self._simulation.put(self._task, operation)
-        self._simulation.operate(self._task)
+        self._simulation.scheduler.operate(self._task)
 
     def signal(self, signal: int, value: int, op: int, pe: int) -> None:
         offset = self._local(signal, f"signal by {self._task.name}")
         operation = self._operation("signal", signal=offset, value=value, op=op, pe=pe)
         if operation is not None:
             self._simulation.signal(self._task, operation)
-        self._simulation.operate(self._task)
+        self._simulation.scheduler.operate(self._task)
 
     def wait_ge(self, signal: int, target: int, timeout_ns: int, operation: int, awaited: int) -> int:
         simulation, task = self._simulation, self._task
         offset = simulation.offset(signal)
         o = self._operation("wait", signal=offset, value=target, op=0, pe=awaited, operation=operation)
-        simulation.operate(task)
+        simulation.scheduler.operate(task)
         word = simulation.word(signal)
         if o is not None:
             target = o.value
@@ -626,7 +427,7 @@ class _Hooks:
                 signal = signal + o.signal - offset
                 word = simulation.word(signal)
             names = simulation.operation_names[task.rank]
-            simulation.block(
+            simulation.scheduler.block(
                 task,
                 signal,
                 lambda: word.value >= target,
@@ -647,7 +448,7 @@ class _Observer:
 
     @property
     def _actor(self) -> Actor:
-        task = self._simulation._running
+        task = self._simulation.scheduler.running
         assert task is not None
         return task.actor
 
@@ -658,11 +459,11 @@ class _Observer:
         self._ordering.write(self._actor, addresses, item_bytes)
 
     def before_atomic(self, addresses: Array, item_bytes: int) -> None:
-        task = self._simulation._running
+        task = self._simulation.scheduler.running
         assert task is not None
-        self._simulation.operate(task)
+        self._simulation.scheduler.operate(task)
 
     def after_atomic(self, addresses: Array, item_bytes: int, acquires: bool, releases: bool) -> None:
         for address in np.unique(addresses):
             self._ordering.atomic(self._actor, int(address), item_bytes, acquires, releases)
-            self._simulation.wake(int(address))
+            self._simulation.scheduler.wake(int(address))
