@@ -200,7 +200,7 @@ def test_interpreter_follows_the_device_unless_told(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(backend.INTERPRET_VARIABLE, word)
         assert backend.interprets() is answer
     monkeypatch.setenv(backend.INTERPRET_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="expected 0 .* got 'yes'"):
+    with pytest.raises(ValueError, match=r"expected 0 .* got 'yes'"):
         operator(problem(tokens=64))(arrays(problem(tokens=64)))
 
 

@@ -1,12 +1,12 @@
 """Registry row ``pallas_tpu``: the Pallas kernels behind the public signature, with their gradient.
 
-Reverse mode, once: the forward kernel saves typed residuals (:class:`ops.kda_tpu.pallas.residuals.Residuals`), or saves
-nothing and runs again in the backward pass (``rematerialize_for_backward``); one backward kernel returns every gradient.
-Calls that nobody differentiates save nothing. Forward mode and second derivatives raise an error that names the backend
-which has them.
+Reverse mode, once: the forward kernel saves typed residuals (:class:`ops.kda_tpu.pallas.residuals.Residuals`), or
+saves nothing and runs again in the backward pass (``rematerialize_for_backward``); one backward kernel returns every
+gradient. Calls that nobody differentiates save nothing. Forward mode and second derivatives raise an error that names
+the backend which has them.
 
-Off TPU the kernels run in Pallas' interpreter; ``OPS_KDA_INTERPRET`` = 0 or 1 overrides the choice, so that the compiler
-can be run for a TPU that is not there.
+Off TPU the kernels run in Pallas' interpreter; ``OPS_KDA_INTERPRET`` = 0 or 1 overrides the choice, so that the
+compiler can be run for a TPU that is not there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
@@ -171,5 +171,6 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 def _reverse_only(problem: Problem) -> Problem:
     """``problem`` with arrays that refuse forward-mode derivatives by name, ahead of jax's own anonymous refusal."""
-    floats = [f.name for f in fields(problem) if f.name in contract.ARRAY_FIELDS and f.name != "segment_ids"]
-    return replace(problem, **{name: _entry(x) for name in floats if (x := getattr(problem, name)) is not None})
+    floats = [name for name in contract.ARRAY_FIELDS if name != "segment_ids"]
+    guarded: dict[str, Any] = {name: _entry(x) for name in floats if (x := getattr(problem, name)) is not None}
+    return replace(problem, **guarded)

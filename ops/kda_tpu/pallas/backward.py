@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas.backward_chunk import Form, Joint, chunk_gradients, gate_matrix, prefix_matrix, saved_arrays
 from ops.kda_tpu.pallas.backward_pairs import PairForm
-from ops.kda_tpu.pallas.common import GateForm, gate_rows, interleave
+from ops.kda_tpu.pallas.common import LOG2_E, GateForm, gate_rows, interleave
 from ops.kda_tpu.pallas.config import Config
 from ops.kda_tpu.pallas.residuals import Residuals
 from ops.kda_tpu.pallas.schedule import StepTable, pad_segment_ids
@@ -508,6 +508,8 @@ def _gradients(
     if form.gate.activated:
         sums = results["d_parameters"]
         d_a_log = jnp.sum(sums[:, :, _PARAMETER_ROWS:], axis=(0, 2, 3))
+        if problem.lower_bound is None:
+            d_a_log = d_a_log / LOG2_E
         if problem.delta_time_bias is not None:
             d_bias = jnp.sum(sums[:, :, :_PARAMETER_ROWS, :K], axis=(0, 2))
             if problem.lower_bound is not None:

@@ -23,6 +23,7 @@ P is q dq + k dk without x and the diagonal, the last sum with a minus sign: wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,7 +238,7 @@ def saved_arrays(form: Form) -> dict[str, Any]:
     if form.gate.activated:
         names["gate_slope"] = jnp.float32
         if form.gate.lower_bound is None:
-            names["decay"] = jnp.float32
+            names["log2_decay"] = jnp.float32
     return names
 
 
@@ -277,38 +278,38 @@ def _bounded_decay(form: Form, at: Any, lower_bound: float) -> Array:
 
 
 def _softplus_decay(form: Form, at: Any) -> Array:
-    """-exp(a_log) softplus(z) log2 e, z = x + bias; saves its slope and value; finite whatever a_log and z are.
+    """-exp(a_log) softplus(z) log2 e, z = x + bias; saves its slope exp(a_log) sigmoid(z) and its value.
 
-    softplus(z) = e^min(z, 0) r with r = log(1 + u) / u below 0 and z + log(1 + u) above, u = e^-|z|; e^min(z, 0) joins
-    exp(a_log) in one exponent. log(1 + u) / u is taken at the rounded 1 + u, which does not change the quotient.
+    Where u = e^z is small, softplus(z) = u (1 - u / 2) and u's exponent joins that of exp(a_log): their product may be
+    of ordinary size where neither factor is. What overflows elsewhere is below the floor.
     """
     assert form.floor is not None
     z = _shifted(form, at)
-    one_plus_u = 1.0 + jnp.exp2(jnp.abs(z) * -LOG2_E)
-    log = jnp.log(one_plus_u)
-    inverse = pl.reciprocal(jnp.maximum(one_plus_u - 1.0, 2.0**-24), approx=not form.exact)
-    ratio = jnp.where(z < 0, jnp.where(one_plus_u > 1.0, log * inverse, 1.0), z + log)
-    rate = jnp.exp2(at.gate_row(2) + jnp.minimum(z * LOG2_E, 0.0))  # infinite at worst, and then below the floor
-    log2_decay = rate * -ratio
-    slope = rate * pl.reciprocal(one_plus_u, approx=not form.exact)
+    z_log2 = z * LOG2_E
+    small = z_log2 < -8.0
+    u = jnp.exp2(jnp.minimum(z_log2, 30.0))
+    low = jnp.exp2(z_log2 + (at.gate_row(2) - math.log2(LOG2_E)))
+    softplus = jnp.maximum(jnp.log(1.0 + u), z)
+    log2_decay = jnp.where(small, low * (u * (0.5 * LOG2_E) - LOG2_E), softplus * (at.gate_row(1) * -LOG2_E))
+    slope = jnp.where(small, low, u * at.gate_row(1)) * pl.reciprocal(1.0 + u, approx=not form.exact)
     at.save("gate_slope", jnp.where(log2_decay > form.floor, slope, 0.0))
     log2_decay = jnp.maximum(log2_decay, form.floor)
-    at.save("decay", log2_decay)
+    at.save("log2_decay", log2_decay)
     return log2_decay
 
 
 def _emit_d_gate(form: Form, at: Any, d_log_decay: Array) -> None:
     """Gradient of the gate input from that of the log decay (nats); adds to the sums for bias and a_log.
 
-    In the bounded form a_log's sum is of d_gate x here; bias times bias's own sum is still missing.
+    a_log's sum is not finished here: softplus form d_g g, with g in log2 units; bounded form d_gate x, without bias.
     """
     d_log_decay = at.masked(d_log_decay)
     if not form.gate.activated:
         at.add_d_gate(d_log_decay)
         return
     if form.gate.lower_bound is None:
-        d_gate = d_log_decay * at.saved("gate_slope") * (-1.0 / LOG2_E)
-        d_a_log = d_log_decay * at.saved("decay") * (1.0 / LOG2_E)
+        d_gate = -d_log_decay * at.saved("gate_slope")
+        d_a_log = d_log_decay * at.saved("log2_decay")
     else:
         d_gate = d_log_decay * at.saved("gate_slope") * (at.gate_row(1) * form.gate.lower_bound)
         d_a_log = d_gate * at.gate()

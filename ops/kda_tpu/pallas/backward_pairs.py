@@ -229,42 +229,51 @@ def _row_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, s
     """
     C, h = scores.a.shape[0], _OUTER
     own = form.scheme == "row_blocks"
+    skip = 0 if own else h  # nothing comes before the first block, nor behind the last
     offset = form.half_range if own else 0.0
-    blocks = range(C // h)
-    row_decay = jnp.exp2(exponents.from_first(h, offset + form.log2_scale))
-    rows = Operands(at).weighted(row_decay, form.dtype)
-    first = [exponents.row(h * x) for x in blocks]
-    step = [jnp.exp2(first[x] - first[x - 1]) for x in blocks[1:]]  # step[x - 1]: from anchor x - 1 to anchor x
-    frame = blocks if own else blocks[1:]
+    row_decay = jnp.exp2(exponents.from_first(h, offset + form.log2_scale)[skip:])
+    rows = [(x[skip:] * row_decay).astype(form.dtype) for x in (at.key(), at.query())]
+    first = [exponents.row(r) for r in range(0, C, h)]
+    step = [jnp.exp2(b - a) for a, b in zip(first[skip // h :], first[skip // h + 1 :], strict=False)]
+    frames = range(skip // h, C // h)
     G, key = exponents.prefix, at.key()
-    decay = [jnp.exp2(first[x] - offset - G[h * b : h * b + h]) for b, x in enumerate(frame)]
+    decay = [jnp.exp2(first[x] - offset - G[h * b : h * b + h]) for b, x in enumerate(frames)]
     column = [key[h * b : h * b + h] * d for b, d in enumerate(decay)]
-    ends = [h * x + (h if own else 0) for x in frame]
     weights: list[Array] = []
-    taken = [] if own else [jnp.zeros((2 * h, G.shape[1]), jnp.float32)]
-    for x, end in zip(frame, ends, strict=True):
-        column = [c * step[x - 1] if b < end // h - 1 else c for b, c in enumerate(column)]
-        weights.append(jnp.concatenate([c.astype(form.dtype) for c in column[: end // h]], axis=0))
-        coefficients = jnp.concatenate([s[h * x : h * x + h, :end] for s in (scores.a, scores.l)], axis=0)
-        taken.append(nn(coefficients, weights[-1]))
+    taken = []
+    for n, x in enumerate(frames):
+        column = [c * step[n - 1] if b < n else c for b, c in enumerate(column)]
+        weights.append(jnp.concatenate([c.astype(form.dtype) for c in column[: n + 1]], axis=0))
+        coefficients = [s[h * x : h * x + h, : h * (n + 1)] for s in (scores.a, scores.l)]
+        taken.append(nn(jnp.concatenate(coefficients, axis=0), weights[-1]))
     block, zero = (iota((C, 2 * C), 1) & (C - 1)) // h, jnp.zeros((), form.dtype)
-    left = [jnp.where(block[:end] == x, scores.transposed[:end], zero) for x, end in zip(frame, ends, strict=True)]
-    given = nn(jnp.concatenate(left, axis=0), rows)
+    left = []
+    for n, x in enumerate(frames):
+        end = h * (n + 1)
+        left.append(jnp.where(block[:end] == x, scores.transposed[:end], zero))
+    given = nn(jnp.concatenate(left, axis=0), jnp.concatenate([_below(x, skip) for x in rows], axis=0))
     yield None
     query = jnp.concatenate([x[:h] for x in taken], axis=0)
     key_rows = jnp.concatenate([x[h:] for x in taken], axis=0)
-    back, gate = _walk_back(given, weights, step if own else step[1:], h)
-    key_columns = [x * d for x, d in zip(back, decay, strict=True)]
-    if not own:  # nothing comes behind the last block
-        key_columns.append(jnp.zeros((h, G.shape[1]), jnp.float32))
-        gate.append(key_columns[-1])
-    seen = rows.astype(jnp.float32)
+    back, gate = _walk_back(given, weights, step, h)
+    key_columns = jnp.concatenate([x * d for x, d in zip(back, decay, strict=True)], axis=0)
+    seen_key, seen_query = (x.astype(jnp.float32) for x in rows)
     sums.add(
-        query * row_decay,
-        key_rows * row_decay + jnp.concatenate(key_columns, axis=0),
-        seen[C:] * query + seen[:C] * key_rows - jnp.concatenate(gate, axis=0),
+        _below(query * row_decay, skip),
+        _below(key_rows * row_decay, skip) + _above(key_columns, skip),
+        _below(seen_query * query + seen_key * key_rows, skip) - _above(jnp.concatenate(gate, axis=0), skip),
     )
     yield None
+
+
+def _below(x: Array, rows: int) -> Array:
+    """``x`` below ``rows`` rows of zeros."""
+    return jnp.concatenate([jnp.zeros((rows, x.shape[1]), x.dtype), x], axis=0) if rows else x
+
+
+def _above(x: Array, rows: int) -> Array:
+    """``x`` above ``rows`` rows of zeros."""
+    return jnp.concatenate([x, jnp.zeros((rows, x.shape[1]), x.dtype)], axis=0) if rows else x
 
 
 def _walk_back(given: Array, weights: list[Array], step: list[Array], h: int) -> tuple[list[Array], list[Array]]:
@@ -273,7 +282,7 @@ def _walk_back(given: Array, weights: list[Array], step: list[Array], h: int) ->
     Args:
         given: results of the row blocks in turn, each over its columns.
         weights: those columns, one block of ``h`` rows more in each, as the products of the other direction saw them.
-        step: step[x - 1] leads from row block x's frame to the one before.
+        step: step[n] leads from the n-th frame to the next.
         h: rows of a block.
     """
     count = len(weights)
