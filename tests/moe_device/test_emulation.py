@@ -69,9 +69,19 @@ def test_signals_of_several_processes_add_up():
 
 
 def test_a_lost_signal_times_out_and_names_rank_operation_and_sender():
-    fault = drop(lambda o: o.kind == "put" and o.rank == 1 and o.pe == 0)
+    def host(runtime):
+        source, inbox = (runtime.allocate(2 * 4 * toys.BLOCK, n).view(torch.int32) for n in ("source", "inbox"))
+        arrived, acknowledged = (runtime.allocate(16, n).view(torch.int64) for n in ("arrived", "acknowledged"))
+        runtime.set_operations(toys.OPERATIONS)
+        runtime.launch(toys.send, (2,), source, inbox, arrived, 1, BLOCK=toys.BLOCK, direct=False)
+        if runtime.my_pe == 0:
+            out, block = torch.zeros(2, toys.BLOCK, dtype=torch.int32), runtime.watchdog
+            runtime.set_timeout(0.5)
+            runtime.launch(toys.receive, (2,), inbox, arrived, acknowledged, out, 1, block, BLOCK=toys.BLOCK)
+
+    lost = drop(lambda o: o.kind == "put" and o.rank == 1 and o.pe == 0)
     with pytest.raises(WaitTimeoutError, match=r"rank 0: receive, program \(1, 0, 0\): receive: waits for rank 1 "):
-        run_small(2, toys.exchange, fault=fault, timeout_s=0.5)
+        run_small(2, host, fault=lost)
 
 
 def test_a_rank_that_never_comes_is_named():

@@ -151,8 +151,8 @@ def test_leaving_restores_triton():
             pass
         assert tl.load is not before[0]["load"]
     assert [dict(vars(owner)) for owner in owners] == before
-    with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
-        _convert(1)
+    with pytest.raises(ValueError, match=r"triton\.jit"):
+        tl.arange(0, 4)
 
 
 def test_importing_changes_nothing():
