@@ -23,7 +23,7 @@ from ops.kda_tpu.pallas.config import Config, ProblemShape
 
 CHUNKS = (1, 2, 4, 8, 16)
 # Chunks times heads of a step: below, latencies show; above, the code grows without getting faster.
-LEAST_UNITS, MOST_UNITS = 8, 64
+LEAST_UNITS, MOST_UNITS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def run_trial(shape: ProblemShape, config: Config, chip: str) -> Trial:
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
         dtype=shape.dtype,
+        gate="softplus" if shape.lower_bound is None else "bounded",
+        lower_bound=shape.lower_bound or 0.0,
     )
     program = kda_cases.program(with_options(config=config), case)
     refused = float("inf")
@@ -102,7 +104,8 @@ def run_trial(shape: ProblemShape, config: Config, chip: str) -> Trial:
 def store(path: Path, chip: str, shape: ProblemShape, choice: Config, ms: float) -> None:
     """Writes one choice and its estimate into the tuner's data file."""
     data = json.loads(path.read_text())
-    for part, value in (("choices", kernels.as_data(choice)), ("estimated_ms", round(ms, 4))):
+    cut = {name: getattr(choice, name) for name in ("chunks_per_step", "heads_per_step", "backward_heads_per_step")}
+    for part, value in (("choices", cut), ("estimated_ms", round(ms, 4))):
         data.setdefault(part, {}).setdefault(chip, {})[shape.shape_class] = value
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
 
@@ -116,17 +119,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--key-dim", type=int, default=128)
     parser.add_argument("--value-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--lower-bound", type=float, default=-5.0, help="of the bounded gate, in nats")
+    parser.add_argument("--cut", action="append", metavar="HEADSxCHUNKS", help="try only these, may repeat")
     parser.add_argument("--write", action="store_true", help="store the choice in tuned.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["OPS_KDA_INTERPRET"] = "0"
-    shape = ProblemShape(options.heads, 1, options.tokens, options.key_dim, options.value_dim, options.dtype)
+    shape = ProblemShape(
+        options.heads,
+        1,
+        options.tokens,
+        options.key_dim,
+        options.value_dim,
+        options.dtype,
+        lower_bound=options.lower_bound,
+    )
     trials = []
     for config in candidates(shape, options.chip):
+        if options.cut and f"{config.heads_per_step}x{config.chunks_per_step}" not in options.cut:
+            continue
         trials.append(run_trial(shape, config, options.chip))
         print(timing.table([vars(trials[-1])]), flush=True)
     choice, ms = best(trials, kernels.rule(shape))
-    print(f"{options.chip}, {shape.shape_class}: {kernels.as_data(choice)}, {ms:.3f} ms (compiler's schedule)")
+    print(f"{options.chip}, {shape.shape_class}: {choice}, {ms:.3f} ms (compiler's schedule)")
     if options.write:
         store(Path(kernels.__file__).with_name("tuned.json"), options.chip, shape, choice, ms)
     return 0

@@ -74,7 +74,7 @@ def compile_text(
     *,
     dump: bool,
     row_major: bool = True,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = 1800.0,
 ) -> Compiled:
     """Compiles a StableHLO module for ``chip`` in a worker process.
 

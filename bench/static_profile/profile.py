@@ -200,7 +200,7 @@ def profile(
     arguments: Sequence[Any],
     chip: str,
     *,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = 1800.0,
     row_major: bool = True,
 ) -> Report:
     """Compiles ``function(*arguments)`` for ``chip`` and reads the schedule of every Pallas kernel in it.

@@ -21,6 +21,7 @@ SHAPES = st.builds(
     value_dim=st.integers(1, 512),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     segmented=st.booleans(),
+    lower_bound=st.sampled_from([None, -5.0, -20.0]),
 )
 
 
@@ -40,7 +41,6 @@ def test_every_shape_has_a_legal_choice(shape, chip, rematerialize):
         ({"heads_per_step": 5}, "heads_per_step"),
         ({"backward_heads_per_step": 3}, "backward_heads_per_step"),
         ({"sub_block": "middle"}, "sub_block"),
-        ({"kernel_split": "two"}, "kernel_split"),
         ({"chunks_per_step": 64}, "VMEM"),
     ],
 )
@@ -74,21 +74,28 @@ def test_stored_choices_are_legal_for_their_class():
             dtype, key, value, heads = shape_class.split()
             shape = cfg.ProblemShape(int(heads[1:]), 1, 8192, int(key[1:]), int(value[1:]), dtype)
             assert shape.shape_class == shape_class
-            assert cfg.why_illegal(cfg.Config(**stored), shape, chip) is None
-            assert cfg.choose(shape, chip) == cfg.Config(**stored)
+            assert set(stored) <= {"chunks_per_step", "heads_per_step", "backward_heads_per_step"}
+            assert cfg.choose(shape, chip) == cfg.check(replace(cfg.rule(shape), **stored), shape, chip)
 
 
 def test_stored_choice_wins_over_the_rule(monkeypatch):
     stored = {"chunks_per_step": 2, "heads_per_step": 8}
     monkeypatch.setattr(cfg, "tuned", lambda: {"v6e": {SHAPE.shape_class: stored}})
-    assert cfg.choose(SHAPE, "v6e") == cfg.Config(**stored)
+    assert cfg.choose(SHAPE, "v6e") == replace(cfg.rule(SHAPE), **stored)
     assert cfg.choose(SHAPE, "v5e") == cfg.choose(SHAPE, None) == cfg.rule(SHAPE)
 
 
-def test_as_data_round_trips():
-    config = cfg.Config(chunks_per_step=2, backward_heads_per_step=8)
-    assert cfg.as_data(config) == {"chunks_per_step": 2, "backward_heads_per_step": 8}
-    assert cfg.Config(**cfg.as_data(config)) == config
+@pytest.mark.parametrize(
+    ("dtype", "lower_bound", "sub_block"),
+    [
+        ("bfloat16", None, "clamped"),
+        ("float32", None, "tree"),
+        ("float32", -5.0, "clamped"),
+        ("float32", -20.0, "tree"),
+    ],
+)
+def test_float32_never_clamps(dtype, lower_bound, sub_block):
+    assert cfg.rule(replace(SHAPE, dtype=dtype, lower_bound=lower_bound)).sub_block == sub_block
 
 
 def test_no_chip_on_a_cpu():

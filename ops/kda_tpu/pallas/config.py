@@ -2,8 +2,8 @@
 
 :func:`why_illegal` is the single statement of which configurations the kernels accept; launchers, the tuner and the
 tests all ask it. :func:`choose` takes the stored choice of the offline tuner (``tuned.json``: data per chip and shape
-class, read on first use) or, for a class nobody tuned, a rule, and makes it fit the shape. Importing this module
-touches no device.
+class, read on first use), for the rest and for a class nobody tuned a rule, and makes it fit the shape. Importing this
+module touches no device.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal, get_args
 
 SubBlock = Literal["clamped", "tree"]
-KernelSplit = Literal["fused", "staged"]
 
 CHUNK = 64
 MAX_KEY_DIM = 256
 LANES = 128
 MIB = 1 << 20
+# Log decay of a token, in nats, that 16 rows with one anchor carry in float32's exponent range without a clamp.
+STEEPEST_ANCHORED = -8.0
 
 # VMEM of one TensorCore, and how much of it a kernel may ask for: the compiler keeps some for itself.
 VMEM_BYTES: Mapping[str, int] = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "tpu7x": 64 * MIB}
@@ -42,7 +43,6 @@ class Config:
         sub_block: how the decay is split inside 16-row blocks: ``"clamped"`` (one tree level, then clamped anchors
             every 8 rows) or ``"tree"`` (binary tree down to single rows, exact, more work).
         rematerialize_for_backward: recompute what the backward needs instead of saving it.
-        kernel_split: ``"fused"`` backward in one kernel, or ``"staged"`` in three, for comparison.
         chunk: tokens a chunk.
     """
 
@@ -51,7 +51,6 @@ class Config:
     backward_heads_per_step: int | None = None
     sub_block: SubBlock = "clamped"
     rematerialize_for_backward: bool = False
-    kernel_split: KernelSplit = "fused"
     chunk: int = CHUNK
 
     @property
@@ -73,6 +72,7 @@ class ProblemShape:
         heads, batch, tokens, key_dim, value_dim: H, B, T, K, V.
         dtype: compute dtype of the kernels, ``"bfloat16"`` or ``"float32"``.
         segmented: whether segment ids are given.
+        lower_bound: bound of the log decay of a token in nats, None if there is none.
     """
 
     heads: int
@@ -82,6 +82,7 @@ class ProblemShape:
     value_dim: int
     dtype: str = "bfloat16"
     segmented: bool = False
+    lower_bound: float | None = None
 
     @property
     def itemsize(self) -> int:
@@ -147,8 +148,6 @@ def why_illegal(config: Config, shape: ProblemShape, chip: str | None = None) ->
             return f"{name}: expected a divisor of the {shape.heads} heads, got {heads}"
     if config.sub_block not in get_args(SubBlock):
         return f"sub_block: expected one of {get_args(SubBlock)}, got {config.sub_block!r}"
-    if config.kernel_split not in get_args(KernelSplit):
-        return f"kernel_split: expected one of {get_args(KernelSplit)}, got {config.kernel_split!r}"
     if not 1 <= shape.key_dim <= MAX_KEY_DIM:
         return f"key dimension: expected 1 to {MAX_KEY_DIM}, got {shape.key_dim}; use the 'xla' backend"
     limit = vmem_limit_bytes(chip)
@@ -175,23 +174,28 @@ def check(config: Config, shape: ProblemShape, chip: str | None = None) -> Confi
 
 @functools.cache
 def tuned() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """The tuner's stored choices, chip -> shape class -> fields of :class:`Config`; read once, on first use."""
+    """The tuner's stored cuts, chip -> shape class -> fields of :class:`Config`; read once, on first use."""
     return json.loads(resources.files(__package__).joinpath("tuned.json").read_text())["choices"]
 
 
 def rule(shape: ProblemShape) -> Config:
-    """The configuration for a class nobody tuned: about 64 head-chunks a step, exact forms for float32."""
-    heads = largest_divisor(shape.heads, 16)
+    """The configuration for a class nobody tuned.
+
+    64 heads times chunks a step in bfloat16, 16 in float32, where products cost six passes and code grows as much.
+    Clamping an anchored block errs by more than float32 should, so there it takes a gate that needs no clamp.
+    """
     exact = shape.dtype == "float32"
+    heads = largest_divisor(shape.heads, 8 if exact else 16)
+    clamps = shape.lower_bound is None or shape.lower_bound < STEEPEST_ANCHORED
     return Config(
-        chunks_per_step=min(16, max(1, 64 // heads)) if not exact else min(8, max(1, 32 // heads)),
+        chunks_per_step=min(16, max(1, (16 if exact else 64) // heads)),
         heads_per_step=heads,
-        sub_block="tree" if exact else "clamped",
+        sub_block="tree" if exact and clamps else "clamped",
     )
 
 
 def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_backward: bool = False) -> Config:
-    """The configuration for ``shape`` on ``chip``: the tuned one of its class or the rule's, fitted to the shape.
+    """The configuration for ``shape`` on ``chip``: the rule's, cut as tuned for its class, fitted to the shape.
 
     Fitting never changes the numerics: it lowers ``chunks_per_step`` to the tokens there are, then lowers it and the
     heads a step until the kernels fit the VMEM.
@@ -207,8 +211,7 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
     Raises:
         ValueError: no configuration is legal for the shape.
     """
-    stored = tuned().get(chip or "", {}).get(shape.shape_class)
-    config = Config(**stored) if stored else rule(shape)
+    config = replace(rule(shape), **tuned().get(chip or "", {}).get(shape.shape_class, {}))
     chunks = -(-shape.tokens // config.chunk)
     config = replace(
         config,
@@ -245,9 +248,3 @@ def current_chip() -> str | None:
         return None
     name = "tpu7x" if version == "7x" else version
     return name if name in VMEM_BYTES else None
-
-
-def as_data(config: Config) -> dict[str, Any]:
-    """The fields of ``config`` that differ from the defaults, as the tuner stores them."""
-    default = Config()
-    return {f.name: value for f in fields(config) if (value := asdict(config)[f.name]) != getattr(default, f.name)}
