@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from bench import kda_cases, timing
+from bench import kda_cases, kda_peer, timing
 from bench.kda_cases import CASES, TARGETS, Case, Target
 from bench.static_profile import report as profile_report
 from bench.static_profile.profile import Report, profile
@@ -22,38 +22,37 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Profiled:
-    """One case on one chip: its report, or why there is none."""
+    """One case on one chip: its report, or why there is none; ``peer`` names the library if it is not ours."""
 
     case: Case
     chip: str
     report: Report | None
     error: str = ""
+    peer: str | None = None
 
 
-def profile_case(case: Case, chip: str) -> Report:
-    """Compiles a case's program with the Pallas kernels for a chip."""
+def profile_case(case: Case, chip: str, peer: str | None = None) -> Report:
+    """Compiles a case's program with our Pallas kernels, or with a peer's, for a chip."""
     from ops.kda_tpu.pallas.backend import with_options
 
-    attention = with_options(rematerialize_for_backward=case.rematerialize)
+    attention = kda_peer.load(peer) if peer else with_options(rematerialize_for_backward=case.rematerialize)
     return profile(kda_cases.program(attention, case), kda_cases.arguments(case, kda_cases.specs(case)), chip)
 
 
-def profile_all(names: Sequence[str], chips: Sequence[str], jobs: int = 1) -> Iterator[Profiled]:
+def profile_all(
+    names: Sequence[str], chips: Sequence[str], jobs: int = 1, peer: str | None = None
+) -> Iterator[Profiled]:
     """Profiles every case on every chip, ``jobs`` at a time, and yields them in order as they are done."""
-
-    def run(case: Case, chip: str) -> Report:
-        return profile_case(case, chip)
-
+    libraries = (None, peer) if peer else (None,)
+    runs = [(CASES[name], chip, library) for chip in chips for name in names for library in libraries]
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures: list[tuple[Case, str, Future[Report]]] = [
-            (CASES[name], chip, pool.submit(run, CASES[name], chip)) for chip in chips for name in names
-        ]
-        for case, chip, future in futures:
+        futures: list[Future[Report]] = [pool.submit(profile_case, *arguments) for arguments in runs]
+        for (case, chip, library), future in zip(runs, futures, strict=True):
             error = future.exception()
             if isinstance(error, Exception):
-                yield Profiled(case, chip, None, f"{type(error).__name__}: {str(error)[:2000]}")
+                yield Profiled(case, chip, None, f"{type(error).__name__}: {str(error)[:2000]}", library)
             else:
-                yield Profiled(case, chip, future.result())
+                yield Profiled(case, chip, future.result(), peer=library)
 
 
 def residual_bytes(case: Case) -> int:
@@ -95,7 +94,9 @@ def quantities(profiled: Profiled, base: Report | None) -> dict[str, float]:
 
 def target_rows(profiles: Iterable[Profiled], targets: Iterable[Target] = TARGETS) -> list[dict[str, object]]:
     """One row per target whose case was profiled: estimate, must, aim, peer, verdict."""
-    by_key = {(p.case.name, p.chip): p for p in profiles}
+    profiles = list(profiles)
+    by_key = {(p.case.name, p.chip): p for p in profiles if p.peer is None}
+    peers = {(p.case.name, p.chip): p for p in profiles if p.peer is not None}
     rows: list[dict[str, object]] = []
     for target in targets:
         if target.chip is None:
@@ -109,6 +110,9 @@ def target_rows(profiles: Iterable[Profiled], targets: Iterable[Target] = TARGET
         figures = quantities(profiled, base.report if base else None)
         if profiled.report is None or target.quantity in figures:
             rows.append(_row(target, figures.get(target.quantity)))
+        beside = peers.get((target.case, target.chip))
+        if beside is not None:
+            rows[-1]["peer here"] = round(quantities(beside, None).get(target.quantity, float("nan")), 3)
     return rows
 
 
@@ -132,7 +136,7 @@ def _row(target: Target, value: float | None) -> dict[str, object]:
 
 def show(profiled: Profiled) -> str:
     """The table of one profile under its title."""
-    title = f"== {profiled.case.name}, {profiled.chip}"
+    title = f"== {profiled.case.name}, {profiled.chip}{f', {profiled.peer}' if profiled.peer else ''}"
     if profiled.report is None:
         return f"{title}\nFAILED: {profiled.error}"
     return f"{title}\n{profile_report.table(profiled.report)}"
@@ -141,16 +145,17 @@ def show(profiled: Profiled) -> str:
 def json_records(profiled: Profiled) -> list[Mapping[str, object]]:
     """JSON records of one profile."""
     if profiled.report is None:
-        return [{"record": "failure", "case": profiled.case.name, "chip": profiled.chip, "error": profiled.error}]
-    return list(profile_report.records(profiled.report, case=profiled.case.name))
+        key = {"case": profiled.case.name, "chip": profiled.chip, "library": profiled.peer}
+        return [{"record": "failure", **key, "error": profiled.error}]
+    return list(profile_report.records(profiled.report, case=profiled.case.name, library=profiled.peer))
 
 
-def run(names: Sequence[str], chips: Sequence[str], jobs: int, path: str) -> int:
-    """Prints and writes the profiles; returns 1 if a program was refused or a "must" was missed, else 0."""
+def run(names: Sequence[str], chips: Sequence[str], path: str, *, jobs: int = 1, peer: str | None = None) -> int:
+    """Prints and writes the profiles; returns 1 if one of ours was refused or missed a "must", else 0."""
     about = timing.environment(kind=profile_report.DISCLAIMER)
     print(timing.header("KDA kernels, static profile", about), flush=True)
     profiles: list[Profiled] = []
-    for profiled in profile_all(names, chips, jobs):
+    for profiled in profile_all(names, chips, jobs, peer):
         profiles.append(profiled)
         print(f"\n{show(profiled)}", flush=True)
     rows = target_rows(profiles)
@@ -159,4 +164,5 @@ def run(names: Sequence[str], chips: Sequence[str], jobs: int, path: str) -> int
     records = [record for profiled in profiles for record in json_records(profiled)]
     written = timing.write_json_lines(path, about, [*records, *({"record": "target", **row} for row in rows)])
     print(f"written to {written}")
-    return int(any(profiled.report is None for profiled in profiles) or any(r["reached"] == "MISSED" for r in rows))
+    refused = any(profiled.report is None for profiled in profiles if profiled.peer is None)
+    return int(refused or any(row["reached"] == "MISSED" for row in rows))

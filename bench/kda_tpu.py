@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_tpu = _tpu_is_there()
     if not on_tpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is installed for its compiler; it would look for a TPU
-    if options.peer:
-        return _peer(options)
     if options.static:
         return _static(options, on_tpu)
     return _timed(options, on_tpu)
@@ -48,7 +46,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--static", action="store_true", help="profile the compiler's schedule instead of timing")
     parser.add_argument("--case", action="append", help="static case, may repeat; default all")
     parser.add_argument("--chip", action="append", choices=CHIP_CHOICES, help=f"may repeat; default {DEFAULT_CHIPS}")
-    parser.add_argument("--peer", choices=("tokamax",), help="with --static: profile another library on the same cases")
+    parser.add_argument(
+        "--peer", choices=("tokamax",), help="with --static: also profile another library on the same cases"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compilations at a time")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -65,7 +65,7 @@ def _static(options: argparse.Namespace, on_tpu: bool) -> int:
     if importlib.util.find_spec("libtpu") is None:
         print('libtpu not installed: pip install "accelerator-ops[kda-tpu]"', file=sys.stderr)
         return 2
-    from bench import kda_static
+    from bench import kda_peer, kda_static
     from bench.kda_cases import CASES
 
     names = options.case or list(CASES)
@@ -73,20 +73,19 @@ def _static(options: argparse.Namespace, on_tpu: bool) -> int:
         if name not in CASES:
             print(f"--case: expected one of {', '.join(CASES)}, got {name!r}", file=sys.stderr)
             return 2
+    lacking = kda_peer.missing(options.peer) if options.peer else None
+    if lacking:
+        print(lacking, file=sys.stderr)
+        return 2
     # The compiler is wanted, whatever machine this is.
     os.environ["OPS_KDA_INTERPRET"] = "0"
-    status = kda_static.run(names, options.chip or DEFAULT_CHIPS, options.jobs, f"{options.out}/kda_tpu_static.jsonl")
+    path = f"{options.out}/kda_tpu_static.jsonl"
+    status = kda_static.run(names, options.chip or DEFAULT_CHIPS, path, jobs=options.jobs, peer=options.peer)
     if on_tpu:
         rows = [_device_row(CASES[name]) for name in names]
         print(f"\n== measured on {_device_kind()}\n{timing.table(rows)}")
         timing.write_json_lines(f"{options.out}/kda_tpu_measured.jsonl", timing.environment(), rows)
     return status
-
-
-def _peer(options: argparse.Namespace) -> int:
-    from bench import kda_peer
-
-    return kda_peer.run(options.case or ["seed-fixed"], options.chip or DEFAULT_CHIPS, options.out)
 
 
 def _timed(options: argparse.Namespace, on_tpu: bool) -> int:

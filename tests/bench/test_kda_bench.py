@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import kda_cases, kda_static, kda_tpu, tune_kda
+from bench import kda_cases, kda_peer, kda_static, kda_tpu, tune_kda
 from bench.kda_cases import CASES, TARGETS, Case, Target
 from bench.static_profile.chips import CHIPS
 from bench.tune_kda import Trial
@@ -100,6 +100,21 @@ def test_residuals_are_counted_beside_the_inputs():
     expected = rows * (128 + 128) * 2 + rows // 64 * 128 * 128 * 2  # v_new and slab, then a state per chunk
     expected += 2 * 128 * 128 * 4  # the initial state that stands in for none
     assert expected <= kda_static.residual_bytes(case) <= 1.01 * expected
+
+
+def test_a_peer_that_is_not_there_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(kda_peer.importlib.util, "find_spec", lambda name: None if name == "tokamax" else True)
+    assert kda_tpu.main(["--static", "--case", "seed-fixed", "--peer", "tokamax"]) == 2
+    assert "pip install tokamax==" in capsys.readouterr().err
+
+
+def test_a_peer_of_the_same_run_stands_beside_the_target():
+    profiles = [
+        kda_static.Profiled(CASES["seed-fixed"], "v6e", FakeReport(1.0)),
+        kda_static.Profiled(CASES["seed-fixed"], "v6e", FakeReport(2.5), peer="tokamax"),
+    ]
+    (row,) = kda_static.target_rows(profiles, [Target("seed-fixed", "v6e", "ms", 1.1)])
+    assert (row["estimate"], row["peer here"]) == (1.0, 2.5)
 
 
 def test_unknown_case_is_refused_before_anything_is_compiled(capsys):

@@ -1,0 +1,29 @@
+"""Other libraries' KDA, for static profiles beside ours: the same shapes, the same model, the same run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.kda_cases import Attention
+
+PEERS = ("tokamax",)
+INSTALL = (
+    "tokamax is not installed. It needs Python 3.12 or newer, so give it an environment of its own:\n"
+    "  python3.12 -m venv PEER && PEER/bin/pip install tokamax==0.0.17 libtpu==0.0.52 && PEER/bin/pip install -e .\n"
+    "and run this command with PEER/bin/python"
+)
+
+
+def missing(name: str) -> str | None:
+    """What to install for a peer, or None if it is there."""
+    return None if importlib.util.find_spec(name) else INSTALL
+
+
+def load(name: str) -> Attention:
+    """The peer's operator with the signature of ours; it takes the same arguments under the same names."""
+    operator = importlib.import_module(f"{name}.ops").kimi_delta_attention
+    return functools.partial(operator, implementation="mosaic")
