@@ -75,6 +75,7 @@ class KernelExchange(Exchange):
         runtime: what runs the kernels; its ranks are those of the config.
         num_programs: programs of each kernel; None takes as many as are resident at once, more are refused.
         direct: write to other ranks with plain stores in place of puts; every rank must be within their reach.
+        quantise_in_kernel: whether the hardware converts to fp8 (sm_89 or newer); else torch quantises before the send.
 
     Raises:
         ValueError: the ranks' configurations differ, or do not fit the runtime; raised on every rank.
@@ -86,12 +87,19 @@ class KernelExchange(Exchange):
     always_agrees: ClassVar[bool] = False  # hosts compare every dispatch, not only with ``check_ids``
 
     def __init__(
-        self, config: Config, runtime: Runtime, *, num_programs: int | None = None, direct: bool = False
+        self,
+        config: Config,
+        runtime: Runtime,
+        *,
+        num_programs: int | None = None,
+        direct: bool = False,
+        quantise_in_kernel: bool = True,
     ) -> None:
         super().__init__(config)
         self._runtime = runtime
         self._broken = False
         self._direct = direct
+        self._quantise_in_kernel = quantise_in_kernel
         self._num_programs = checks.checked_num_programs(num_programs, runtime)
         checks.check_same_config(config, runtime)
         runtime.set_operations(WAIT_NAMES)
@@ -124,12 +132,17 @@ class KernelExchange(Exchange):
             self._agree(checks.announcement(request, self.config))
         layout = _replaced(self._layout, dispatch_itemsize=request.row_dtype.itemsize)
         batch = self._new_batch(layout)
-        quantise = request.tokens.dtype != request.row_dtype
+        tokens, scales = request.tokens, request.scales
+        quantise = tokens.dtype != request.row_dtype
+        if quantise and not self._quantise_in_kernel:
+            assert self.config.scale_block is not None
+            tokens, scales = contract.quantise(tokens, request.row_dtype, self.config.scale_block)
+            quantise = False
         self._launch(
             dispatch.dispatch_send,
             "dispatch send",
-            request.tokens if quantise else as_words(request.tokens),
-            request.scales,
+            tokens if quantise else as_words(tokens),
+            scales,
             request.ids,
             request.weights,
             request.bound,
@@ -138,7 +151,7 @@ class KernelExchange(Exchange):
             batch.buffers.received,
             batch.buffers.signals,
             batch.buffers.epochs,
-            request.tokens.shape[0],
+            tokens.shape[0],
             self.config.rank,
             layout=layout,
             row_type=_KERNEL_TYPES[request.row_dtype] if quantise else None,
@@ -165,6 +178,7 @@ class KernelExchange(Exchange):
             handle.source_choice,
             handle.row_weights,
             batch.stream_counts,
+            torch.empty_like(batch.positions),
             batch.positions,
             batch.row_tokens,
             self._overflow,

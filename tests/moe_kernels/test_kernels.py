@@ -74,9 +74,12 @@ def test_results_are_the_same_bit_for_bit_in_any_order_of_arrival(mode: str, dir
         assert torch.equal(first, other)
 
 
+@pytest.mark.parametrize("in_kernel", [True, False])
 @pytest.mark.parametrize("scale_block", [3, 4, 128])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_quantisation_on_the_way_equals_quantisation_before(dtype: torch.dtype, scale_block: int) -> None:
+def test_quantisation_on_the_way_equals_quantisation_before(
+    dtype: torch.dtype, scale_block: int, in_kernel: bool
+) -> None:
     config = Config(
         max_num_tokens=3, num_experts=1, experts_per_token=1, hidden=10, in_dtype=dtype, scale_block=scale_block
     )
@@ -92,7 +95,7 @@ def test_quantisation_on_the_way_equals_quantisation_before(dtype: torch.dtype, 
         )
         return handle.rows[0, :3], handle.scales[0, :3]
 
-    ((got_rows, got_scales),) = ranks(config, host)
+    ((got_rows, got_scales),) = ranks(config, host, quantise_in_kernel=in_kernel)
     assert torch.equal(got_scales, scales)
     assert torch.equal(got_rows.view(torch.uint8), rows.view(torch.uint8))
 

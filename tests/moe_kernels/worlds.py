@@ -58,7 +58,7 @@ def draw(seed: int, mode: str, batches: int) -> dict[str, Any]:
     rng = random.Random(seed)
     world_size = rng.choice((2, 2, 2, 2, 2, 2, 2, 2, 3, 4)) if seed % 25 else rng.choice((5, 6, 7, 8))
     most = 2 if world_size < 4 else 1
-    num_experts = rng.randint(1, 2 * world_size)
+    num_experts = rng.randint(1, 2 * world_size if world_size < 4 else world_size)
     shape = Shape(
         num_experts=num_experts,
         experts_per_token=min(rng.choice((1, 2, 2, 3)), num_experts),

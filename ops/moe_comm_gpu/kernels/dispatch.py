@@ -3,6 +3,9 @@
 Send: each rank counts the rows for every destination, announces the count with one signal, packs each of its tokens
 once and puts the row into a place at every destination that only this rank writes. Nothing is awaited.
 
+A program never stores where it has loaded: a scalar is loaded by every thread and stored by one, and nothing orders the
+two between threads.
+
 Receive: counts and rows are awaited, rows are numbered by (expert, source rank, token, choice) and copied to where the
 grouped matrix product wants them. The letters are those of :mod:`ops.moe_comm_gpu.kernels.layout`;
 ``docs/moe_comm.md`` has the protocol.
@@ -231,6 +234,7 @@ def dispatch_receive(
     source_choice_ptr: tl.tensor,
     row_weights_ptr: tl.tensor,
     stream_counts_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     row_tokens_ptr: tl.tensor,
     overflow_ptr: tl.tensor,
@@ -253,6 +257,7 @@ def dispatch_receive(
         source_choice_ptr: out, ``[N]`` int32.
         row_weights_ptr: out, ``[N]`` float32, 0 where there is no row; or None.
         stream_counts_ptr: out, rows of each stream ``[B, R]`` int32, for combine.
+        numbers_ptr: room for the number of each choice among its expert's ``[B, R, U, J]`` int32.
         positions_ptr: out, expert row of each choice of each received row ``[B, R, U, J]`` int32; ``ELSEWHERE`` for
             the choices of other buckets and ranks, ``NO_ROOM`` past the capacity.
         row_tokens_ptr: out, index in its group's batch of the token of each received row ``[B, R, U]`` int32.
@@ -275,7 +280,7 @@ def dispatch_receive(
         tl.store(stream_counts_ptr + stream, count.to(tl.int32))
     _join_programs(signals_ptr, watchdog_ptr, 2 * epoch - 1, rank, layout)
     for expert in range(program, layout.local_experts, num_programs):
-        count = _number_rows(received_ptr, stream_counts_ptr, positions_ptr, expert, rank, layout)
+        count = _number_rows(received_ptr, stream_counts_ptr, numbers_ptr, expert, rank, layout)
         tl.store(counts_ptr + expert, count)
     _join_programs(signals_ptr, watchdog_ptr, 2 * epoch, rank, layout)
     if program == 0:
@@ -288,19 +293,19 @@ def dispatch_receive(
             tl.store(row_tokens_ptr + row, tl.load(as_int32(header + layout.header_offset)))
             num_choices: tl.constexpr = layout.choices
             for choice in tl.static_range(num_choices):
-                position_ptr = positions_ptr + tl.cast(row, tl.int64) * layout.choices + choice
+                pair = tl.cast(row, tl.int64) * layout.choices + choice
                 physical = tl.load(as_int32(header + layout.experts_offset) + choice)
                 expert = physical - rank * layout.local_experts
                 if _is_here(expert, stream, layout):
-                    position = _position(counts_ptr, expert, tl.load(position_ptr), layout)
-                    tl.store(position_ptr, position)
+                    position = _position(counts_ptr, expert, tl.load(numbers_ptr + pair), layout)
+                    tl.store(positions_ptr + pair, position)
                     if position >= 0:
                         _deliver(
                             header, rows_ptr, scales_ptr, source_rank_ptr, source_token_ptr, source_choice_ptr,
                             row_weights_ptr, position, stream % layout.world_size, choice, layout,
                         )  # fmt: skip
                 else:
-                    tl.store(position_ptr, ELSEWHERE)
+                    tl.store(positions_ptr + pair, ELSEWHERE)
 
 
 @triton.jit
@@ -348,7 +353,7 @@ def _join_programs(
 def _number_rows(
     received_ptr: tl.tensor,
     stream_counts_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
     expert: tl.tensor,
     rank: tl.tensor,
     layout: tl.constexpr,
@@ -371,7 +376,7 @@ def _number_rows(
         per_row = tl.sum(ones, axis=1)
         before = (tl.cumsum(per_row, axis=0) - per_row)[:, None] + tl.cumsum(ones, axis=1) - ones
         places = tl.cast(row, tl.int64)[:, None] * layout.choices + choice[None, :]
-        tl.store(positions_ptr + places, total + before, mask=mine)
+        tl.store(numbers_ptr + places, total + before, mask=mine)
         total += tl.sum(per_row, axis=0)
     return total
 

@@ -35,7 +35,9 @@ class Exchange(KernelExchange):
         if config.world_size > 1:
             Ledger(config, group)  # all ranks are here, with the same configuration
         runtime = NvshmemRuntime(group, config.timeout_s)
-        super().__init__(config, runtime, num_programs=num_programs, direct=direct)
+        super().__init__(
+            config, runtime, num_programs=num_programs, direct=direct, quantise_in_kernel=runtime.capability >= 89
+        )
         if direct and not runtime.reaches_all(self._sets[0].memory):
             self.close()
             raise ValueError(

@@ -56,8 +56,8 @@ class NvshmemRuntime:
         # One program a multiprocessor fits whatever its registers and shared memory; the launch is cooperative besides.
         self.max_resident_programs = int(properties.multi_processor_count)
         library = probe.find_library()
-        capability = 10 * properties.major + properties.minor
-        self._libraries = {"nvshmem": str(library.device_library(capability))}
+        self.capability = 10 * properties.major + properties.minor
+        self._libraries = {"nvshmem": str(library.device_library(self.capability))}
         self.watchdog = torch.zeros(watchdog.NUM_WORDS, dtype=torch.int64, pin_memory=True)
         self._operations: Sequence[str] = ()
         self._launched: set[Any] = set()
