@@ -9,7 +9,8 @@ decay from entry through token i, gamC that of the whole chunk, kg_j the key dec
     o     = scale (q gam) h + Aqk v_new
     h'    = gamC h + kg^T v_new
 
-Everything but v_new and h' is computed for all chunks at once. Every gate is safe (:mod:`ops.kda_tpu.xla_chunks`).
+What runs in which order, and how segments are kept apart, is in :mod:`ops.kda_tpu.xla_steps`; every gate is safe, by
+:mod:`ops.kda_tpu.xla_chunks`.
 The gradient is in :mod:`ops.kda_tpu.xla_backward`; it has no derivative of its own: use the backend ``scan`` for that.
 """
 
@@ -20,20 +21,8 @@ import jax.numpy as jnp
 
 from ops.kda_tpu import contract, gates, xla_backward
 from ops.kda_tpu.contract import Problem
-from ops.kda_tpu.xla_chunks import (
-    CHUNK,
-    find_segments,
-    from_chunks,
-    from_steps,
-    grouping,
-    load_group,
-    own_rows,
-    product,
-    run_steps,
-    scores_and_inverse,
-    step_decay,
-    to_steps,
-)
+from ops.kda_tpu.xla_chunks import load, load_group, product, scores_and_inverse
+from ops.kda_tpu.xla_steps import CHUNK, Arrays, find_steps
 
 Outputs = tuple[jax.Array, jax.Array]
 
@@ -62,22 +51,11 @@ def _attention(problem: Problem) -> Outputs:
 def _forward(problem: Problem, save: bool) -> tuple[Outputs, xla_backward.Residuals | None]:
     if save:
         problem = jax.tree.map(xla_backward.only_once, problem)
-    H, B, T, _ = problem.query.shape
-    cut = grouping(H, B, T)
-    segments = find_segments(problem, cut.num_chunks)
+    steps = find_steps(problem)
+    tokens = load(problem, steps)
+    V = problem.value.shape[3]
 
-    def prepare(index: jax.Array) -> tuple[jax.Array, ...]:
-        group = load_group(problem, cut, index, segments)
-        scores, inverse = scores_and_inverse(group)
-        u = product("...ij,...jv->...iv", inverse, group.beta * cut.tokens(problem.value, index))
-        minus_w = product("...ij,...jk->...ik", inverse, -group.beta * group.key_in)
-        weights = jnp.concatenate([minus_w, group.query_in], axis=-2)
-        prefix = group.factors[-1][0]
-        return scores, inverse, u, weights, group.key_out, prefix if segments else prefix[..., -1:, :]
-
-    scores, inverse, u, weights, key_out, prefix = cut.over(prepare)
-
-    def step(h: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def step(h: jax.Array, row: Arrays) -> tuple[jax.Array, Arrays]:
         u, weights, key_out, scores, decay = row
         from_state = product("hbik,hbkv->hbiv", weights, h)
         v_new = u + from_state[..., :CHUNK, :]
@@ -85,19 +63,19 @@ def _forward(problem: Problem, save: bool) -> tuple[Outputs, xla_backward.Residu
         after = decay * h + product("hbik,hbiv->hbkv", key_out, v_new)
         return after, (output, v_new, h) if save else (output,)
 
-    rows = (
-        own_rows(u, segments),
-        own_rows(weights, segments),
-        to_steps(key_out, segments),
-        to_steps(scores, segments),
-        step_decay(prefix, segments),
-    )
-    final_state, (output, *kept) = run_steps(step, problem.initial_state, rows, segments)
-    output = from_chunks(from_steps(output, segments), T).astype(problem.value.dtype)
-    if not save:
-        return (output, final_state), None
-    v_new, states = kept
-    return (output, final_state), xla_backward.Residuals(problem, from_steps(v_new, segments), states, scores, inverse)
+    def body(states: jax.Array, index: jax.Array, _: Arrays) -> tuple[jax.Array, Arrays]:
+        group = load_group(problem, tokens, steps, index)
+        scores, inverse = scores_and_inverse(group)
+        given = jnp.concatenate([steps.tokens(tokens.value, index), -group.key_in], axis=-1)
+        given = product("...ij,...jv->...iv", inverse, group.beta * given)
+        weights = jnp.concatenate([given[..., V:], group.query_in], axis=-2)
+        rows = (given[..., :V], weights, group.key_out, scores, group.decay)
+        states, results = steps.recur(step, states, index, rows)
+        return states, (*results, scores, inverse) if save else results
+
+    final_state, (output, *kept) = steps.loop(body, problem.initial_state)
+    output = steps.to_tokens(output).astype(problem.value.dtype)
+    return (output, final_state), xla_backward.Residuals(problem, *kept) if save else None
 
 
 _attention.defvjp(lambda problem: _forward(problem, save=True), xla_backward.backward)

@@ -19,7 +19,6 @@ strongly decaying gates keep their relative precision, and the pair i = j, which
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Never
 
 import jax
@@ -29,25 +28,17 @@ import numpy as np
 from ops.kda_tpu import gates
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.xla_chunks import (
-    CHUNK,
     LEVELS,
     LOWER,
     UPPER,
     Group,
     add_to_half,
-    find_segments,
-    from_chunks,
-    from_steps,
-    grouping,
     halves,
+    load,
     load_group,
-    only_within_segments,
-    own_rows,
     product,
-    run_steps,
-    step_decay,
-    to_steps,
 )
+from ops.kda_tpu.xla_steps import CHUNK, Arrays, find_steps
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +48,10 @@ class Residuals:
 
     Attributes:
         problem: the call, with zeros in padding.
-        v_new: [S, H, B, C, V] what each token writes.
+        v_new: [M, H, B, C, V] what each token writes.
         states: [M, H, B, K, V] state on entry of each step.
-        scores: [S, H, B, C, C] Aqk with scale.
-        inverse: [S, H, B, C, C] A.
+        scores: [M, H, B, C, C] Aqk with scale.
+        inverse: [M, H, B, C, C] A.
     """
 
     problem: Problem
@@ -88,56 +79,34 @@ def backward(residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]) -> t
     """Gradient of every array of the problem."""
     problem = residuals.problem
     d_output, d_final_state = jax.tree.map(only_once, cotangents)
-    H, B, T, _ = problem.query.shape
-    cut = grouping(H, B, T)
-    segments = find_segments(problem, cut.num_chunks)
+    steps = find_steps(problem)
+    tokens = load(problem, steps)
+    d_output = steps.padded(d_output)
+    V = problem.value.shape[3]
 
-    def prepare(index: jax.Array) -> tuple[jax.Array, ...]:
-        group = load_group(problem, cut, index, segments)
-        inverse, d_out = cut.chunks(residuals.inverse, index), cut.tokens(d_output, index)
-        x = product("...ij,...iv->...jv", cut.chunks(residuals.scores, index), d_out)
-        d_from_output = product("...ij,...iv->...jv", inverse, x)
-        d_from_state = product("...ij,...ik->...jk", inverse, group.key_out)
-        readout = jnp.concatenate([group.query_in, -group.beta * group.key_in], axis=-2)
-        prefix = group.factors[-1][0]
-        return d_out, d_from_output, d_from_state, readout, prefix if segments else prefix[..., -1:, :]
-
-    d_out, d_from_output, d_from_state, readout, prefix = cut.over(prepare)
-
-    def step(d_after: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        d_out, d_from_output, d_from_state, readout, decay, h = row
+    def step(d_after: jax.Array, row: Arrays) -> tuple[jax.Array, Arrays]:
+        d_out, d_from_output, d_from_state, readout, decay = row
         dvb = d_from_output + product("hbik,hbkv->hbiv", d_from_state, d_after)
         d_before = product("hbik,hbiv->hbkv", readout, jnp.concatenate([d_out, dvb], axis=-2))
-        through = decay[..., 0] * jnp.sum(h * d_after, axis=-1)
-        return decay * d_after + d_before, (dvb, d_after, through)
+        return decay * d_after + d_before, (dvb, d_after)
 
-    rows = (
-        own_rows(d_out, segments),
-        own_rows(d_from_output, segments),
-        own_rows(d_from_state, segments),
-        to_steps(readout, segments),
-        step_decay(prefix, segments),
-        residuals.states,
-    )
-    d_initial_state, (dvb, d_states, through) = run_steps(step, d_final_state, rows, segments, reverse=True)
-    # What the steps know and the chunks need; every token takes the rows of its own step.
-    dvb = from_steps(dvb, segments)
-    spread = jnp.broadcast_to(through[..., None, :], (*through.shape[:3], CHUNK, through.shape[3]))
-    from_states = (
-        from_steps(product("...iv,...kv->...ik", rows[0], residuals.states), segments),
-        from_steps(product("...iv,...kv->...ik", to_steps(dvb, segments), residuals.states), segments),
-        from_steps(product("...iv,...kv->...ik", to_steps(residuals.v_new, segments), d_states), segments),
-        from_steps(spread, segments),
-    )
+    def body(d_states: jax.Array, index: jax.Array, kept: Arrays) -> tuple[jax.Array, Arrays]:
+        v_new, h, scores, inverse = kept
+        group, d_out = load_group(problem, tokens, steps, index), steps.tokens(d_output, index)
+        given = jnp.concatenate([product("...ij,...iv->...jv", scores, d_out), group.key_out], axis=-1)
+        given = product("...ij,...iv->...jv", inverse, given)
+        readout = jnp.concatenate([group.query_in, -group.beta * group.key_in], axis=-2)
+        rows = (d_out, given[..., :V], given[..., V:], readout, group.decay)
+        d_states, (dvb, d_after) = steps.recur(step, d_states, index, rows, reverse=True)
+        through = group.decay[..., 0] * jnp.sum(h * d_after, axis=-1)
+        by_state = product("...iv,...kv->...ik", jnp.concatenate([d_out, dvb], axis=-2), h)
+        d_key_state = product("...iv,...kv->...ik", v_new, d_after)
+        from_state = (by_state[..., :CHUNK, :], by_state[..., CHUNK:, :], d_key_state, through[..., None, :])
+        return d_states, _group_gradients(problem, group, d_out, dvb, v_new, *from_state)
 
-    def finish(index: jax.Array) -> tuple[jax.Array, ...]:
-        group = load_group(problem, cut, index, segments)
-        chunks = functools.partial(cut.chunks, group=index)
-        return _group_gradients(
-            problem, group, cut.tokens(d_output, index), chunks(dvb), chunks(residuals.v_new), *map(chunks, from_states)
-        )
-
-    d_query, d_key, d_value, d_decay, d_beta = (from_chunks(x, T) for x in cut.over(finish))
+    kept = (residuals.v_new, residuals.states, residuals.scores, residuals.inverse)
+    d_initial_state, gradients = steps.loop(body, d_final_state, kept, reverse=True)
+    d_query, d_key, d_value, d_decay, d_beta = map(steps.to_tokens, gradients)
     return (_gradients(problem, d_query, d_key, d_value, d_decay, d_beta, d_initial_state),)
 
 
@@ -152,7 +121,7 @@ def _group_gradients(
     d_key_state: jax.Array,
     through: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of query, key, value, log decay and beta [S, H, B, C, ...] for one group.
+    """Gradients of query, key, value, log decay and beta [G, H, B, C, ...] for one group.
 
     Args:
         problem: the call.
@@ -163,16 +132,16 @@ def _group_gradients(
         d_query_state: dO h^T.
         dvb_state: dvb h^T.
         d_key_state: v_new dh'^T.
-        through: what each decay gains by the pair (state entering, state leaving).
+        through: what each decay gains by the pair (state entering, state leaving), [G, H, B, 1, K].
     """
     query, key, beta = group.query, group.key, group.beta
     prefix, suffix = group.factors[-1]
     d_value = beta * dvb
-    d_beta = jnp.sum(dvb * (v_new / beta), axis=-1, keepdims=True)
+    d_beta = jnp.sum(dvb * v_new, axis=-1, keepdims=True) / beta
     d_query_in = prefix * d_query_state
     d_key_in = -prefix * (beta * dvb_state)
     d_key_out = suffix * d_key_state
-    d_decay = through + _chunk_sums(query * d_query_in + key * d_key_in, key * d_key_out, group.slot)
+    d_decay = through + _chunk_sums(query * d_query_in + key * d_key_in, key * d_key_out)
     d_query, d_key, d_decay_pairs = _pairs(group, d_output, d_value, v_new)
     diagonal = jnp.sum(d_output * v_new, axis=-1, keepdims=True)
     d_query = problem.scale * (d_query + d_query_in + diagonal * key)
@@ -216,14 +185,11 @@ def _gradients(
     )
 
 
-def _chunk_sums(entering: jax.Array, leaving: jax.Array, slot: jax.Array | None) -> jax.Array:
-    """Per token t, in its segment and chunk: sum of ``entering`` from t on, and of ``leaving`` before t."""
+def _chunk_sums(entering: jax.Array, leaving: jax.Array) -> jax.Array:
+    """Per token t of a chunk: sum of ``entering`` from t on, and of ``leaving`` before t."""
     later = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))  # [t, i], i >= t
-    earlier = 1 - later  # [t, j], j < t
-    if slot is not None:
-        same = slot[..., None] == slot[..., None, :]
-        later, earlier = jnp.where(same, later, 0), jnp.where(same, earlier, 0)
-    return _weighted(jnp.concatenate([later, earlier], axis=-1), jnp.concatenate([entering, leaving], axis=-2))
+    weights = jnp.concatenate([later, 1 - later], axis=-1)
+    return _weighted(weights, jnp.concatenate([entering, leaving], axis=-2))
 
 
 def _crossing_sums(lower: jax.Array, upper: jax.Array) -> jax.Array:
@@ -253,7 +219,6 @@ def _pairs(
         query_up, prefix_up, suffix_low = halves(query, m)[1], halves(prefix, m)[1], halves(suffix, m)[0]
         upper = jnp.concatenate([halves(d_output, m)[1], -halves(d_value, m)[1]], axis=-2)
         corner = product("...iv,...jv->...ij", upper, halves(v_new, m)[0])
-        corner = only_within_segments(corner, group.slot, m)
         rows = product("...ij,...jk->...ik", corner, key_low * suffix_low)
         d_query_up, d_key_up = rows[..., :m, :] * prefix_up, rows[..., m:, :] * prefix_up
         upper = jnp.concatenate([query_up * prefix_up, key_up * prefix_up], axis=-2)

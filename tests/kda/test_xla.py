@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ops.kda_tpu import scan, xla, xla_backward, xla_chunks
+from ops.kda_tpu import contract, gates, scan, xla, xla_backward, xla_chunks, xla_steps
 from reference.cases import KDA, make
-from tests.kda.harness import arrays_of, options_of
+from tests.kda.harness import arrays_of, check, options_of
 
 INPUTS = make(KDA["short"], seed=0)[0]
 
@@ -57,7 +57,7 @@ def test_vmap_is_a_loop() -> None:
 
 def test_reverse_sums_are_not_differences() -> None:
     rows = jnp.zeros((1, 1, 1, 64, 1)).at[..., :32, 0].set(1e8).at[..., 32:, 0].set(1)
-    sums = xla_backward._chunk_sums(rows, jnp.zeros_like(rows), None)
+    sums = xla_backward._chunk_sums(rows, jnp.zeros_like(rows))
     np.testing.assert_array_equal(sums[0, 0, 0, 32:, 0], np.arange(32, 0, -1))
 
 
@@ -65,16 +65,14 @@ def test_inverse_of_near_parallel_keys_is_exact() -> None:
     """L of ones: A has ones on the diagonal and -1 just below; a Neumann product errs by 8e9 here."""
     key = jnp.full((1, 1, 1, 64, 4), 0.5)
     decay = jnp.ones_like(key)
-    group = xla_chunks.Group(
-        key, key, None, None, jnp.ones((1, 1, 1, 64, 1)), xla_chunks.decay_factors(decay, None), None
-    )
+    group = xla_chunks.Group(key, key, None, None, jnp.ones((1, 1, 1, 64, 1)), xla_chunks.decay_factors(decay))
     _, inverse = xla_chunks.scores_and_inverse(group)
     np.testing.assert_array_equal(inverse[0, 0, 0], np.eye(64) - np.eye(64, k=-1))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000, 8192])
-@pytest.mark.parametrize("rows", [1, 4, 64])
-def test_groups_cover_all_chunks(rows: int, num_tokens: int) -> None:
-    cut = xla_chunks.grouping(rows, 1, num_tokens)
-    needed = -(-num_tokens // 64)
-    assert needed <= cut.num_chunks < needed + cut.num_groups
+@pytest.mark.parametrize("in_flight", [24, 8192], ids=["three steps a turn", "all at once"])
+@pytest.mark.parametrize("case", ["plain", "segments"])
+def test_many_steps_a_turn(monkeypatch: pytest.MonkeyPatch, case: str, in_flight: int) -> None:
+    """What other devices do: a CPU takes one step a turn, as every other test."""
+    monkeypatch.setitem(xla_steps._IN_FLIGHT, "cpu", in_flight)
+    check(contract.backend(lambda problem: xla._attention(gates.zero_padding(problem))), KDA[case], seed=0)
