@@ -256,15 +256,16 @@ class KernelExchange(Exchange):
                 error.add_note(f"The other ranks: {other}")
 
     def _close(self) -> None:
-        if not self._broken:
-            # A peer may still read rows from here, or write signals to here.
-            self._runtime.synchronize()
-            self._runtime.barrier()
-        for buffers in self._sets:
+        sets, self._sets = self._sets, []
+        if self._broken:
+            return  # releasing needs every rank, and some are not where this one is
+        # A peer may still read rows from here, or write signals to here.
+        self._runtime.synchronize()
+        self._runtime.barrier()
+        for buffers in sets:
             if buffers.late_memory is not None:
                 self._runtime.free(buffers.late_memory)
             self._runtime.free(buffers.memory)
-        self._sets = []
 
     # Helpers.
 

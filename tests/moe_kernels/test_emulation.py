@@ -120,6 +120,9 @@ def _skips_combine(runtime: EmulatedRuntime) -> str:
         exchange.combine(handle, handle.rows)
     with pytest.raises(RuntimeError, match="earlier call failed"):
         exchange.dispatch(tokens, ids)
+    start = time.monotonic()
+    exchange.close()
+    assert time.monotonic() - start < 1, "closing waits for ranks that are elsewhere"
     return str(caught.value)
 
 
