@@ -221,6 +221,8 @@ def signal(signal_ptr: tl.tensor, value: tl.tensor, op: tl.constexpr, pe: tl.ten
 @triton.jit
 def signal_peer(remote_signal_ptr: tl.tensor, value: tl.tensor, op: tl.constexpr) -> None:
     """Like :func:`signal`, for a pointer that ``peer_ptr`` returned: a release at system scope, no library call."""
+    # One thread releases; not every version of Triton lets the others arrive first by itself.
+    tl.debug_barrier()
     if op == SIGNAL_ADD:
         tl.atomic_add(remote_signal_ptr, value, sem="release", scope="sys")
     else:

@@ -198,9 +198,7 @@ def _load(builder: Any, long_way: Callable[..., Any]) -> Callable[..., Any]:
                 # A narrow float is held as bits: only zero is the same number.
                 if mask_handle is not None and (not number or numpy_dtype.kind == {int: "i", float: "f"}[type(number)]):
                     default = _filled(pointer.handle.data.shape, number or 0, numpy_dtype)
-                    handle = builder.create_masked_load(
-                        pointer.handle, mask_handle, ti.TensorHandle(default, element), None, False
-                    )
+                    handle = builder.create_masked_load(pointer.handle, mask_handle, ti.TensorHandle(default, element))
                     return core.tensor(handle, _type(element, shape))
         return long_way(pointer, mask, other, *rest, **options)
 
@@ -214,7 +212,7 @@ def _store(builder: Any, long_way: Callable[..., Any]) -> Callable[..., Any]:
             if element is not None and isinstance(value, core.tensor) and value.dtype.name == element.name:
                 mask_handle = _mask(mask, pointer)
                 if mask_handle is not None and value.handle.data.shape == pointer.handle.data.shape:
-                    return builder.create_masked_store(pointer.handle, value.handle, mask_handle, None)
+                    return builder.create_masked_store(pointer.handle, value.handle, mask_handle)
         return long_way(pointer, value, mask, *rest, **options)
 
     return store

@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as ti
 from triton.runtime.jit import JITFunction
@@ -69,6 +70,9 @@ class _Builder(ti.InterpreterBuilder):
             return ti.TensorHandle(_float32(src).astype(ti._get_np_dtype(dst)), dst)
         return super().cast_impl(src, dst_type)
 
+    def get_bf16(self, value: Any) -> Any:
+        return self.cast_impl(self.get_fp32(value), tl.bfloat16)
+
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return self.cast_impl(src, dst_type)
 
@@ -95,15 +99,19 @@ class _Builder(ti.InterpreterBuilder):
         wide = (h if h.dtype.scalar.name not in NARROW else self.cast_impl(h, tl.float32) for h in (a, b))
         return super().create_dot(*wide, d, *rest)
 
-    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    # How caches are to be used comes last, and differs between Triton's versions.
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any) -> Any:
         if self.observer is not None:
             self.observer.load(*_active(ptrs, mask))
-        return super().create_masked_load(ptrs, mask, other, *rest)
+        element = ptrs.get_element_ty()
+        dtype = ti._get_np_dtype(element)
+        default = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
+        return ti.TensorHandle(ti._interpreter.load(ptrs.data, mask.data, default, dtype), element)
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any) -> Any:
         if self.observer is not None:
             self.observer.store(*_active(ptrs, mask))
-        return super().create_masked_store(ptrs, value, mask, *rest)
+        return ti._interpreter.store(ptrs.data, value.data, mask.data)
 
     def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         with self._atomic(ptr, mask, sem):
