@@ -15,8 +15,9 @@ from ops.moe_comm_gpu.emulation.simulator import Simulation
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange, as_words
 from reference import moe, moe_cases
 from reference.moe_cases import Shape
+from tests.moe import harness
 from tests.moe.strategies import Case, full
-from tests.moe_kernels.worlds import simulate
+from tests.moe_kernels.worlds import opened, simulate
 
 SHAPE = Shape(num_experts=6, experts_per_token=3, hidden=8, max_num_tokens=4, world_size=3)
 
@@ -241,3 +242,29 @@ def test_rows_that_are_no_multiple_of_16_bytes(hidden: int, dtype: str) -> None:
 @pytest.mark.parametrize("mode", ["per_rank", "per_expert"])
 def test_more_ranks_than_choices(world_size: int, mode: str) -> None:
     simulate([Case(replace(SHAPE, world_size=world_size), (2,) * world_size, mode=mode, weights_early=True)])
+
+
+def test_exchanges_of_changing_sizes_follow_one_another_on_one_heap() -> None:
+    sizes = [(2, 8), (5, 40), (1, 16)]
+    cases = [
+        full(replace(SHAPE, world_size=2, max_num_tokens=tokens, hidden=hidden), weights_early=True, seed=number)
+        for number, (tokens, hidden) in enumerate(sizes)
+    ]
+
+    def run(runtime: Any) -> list[Any]:
+        seen = []
+        for case in cases:
+            with KernelExchange(case.config(runtime.my_pe), runtime) as exchange:
+                seen.append(harness._observe_rank(runtime.my_pe, exchange, case, f"{opened.__module__}:opened"))
+        return seen
+
+    by_rank = Simulation(2, 0, heap_bytes=1 << 16, max_resident_programs=2).run(run)
+    for number, case in enumerate(cases):
+        harness.check(case, [seen[number] for seen in by_rank])
+
+
+@pytest.mark.parametrize("mode", ["per_rank", "per_expert"])
+def test_every_token_to_one_expert_fills_its_capacity_exactly(mode: str) -> None:
+    case = full(SHAPE, mode=mode, routing="one_expert", weights_early=True)
+    assert case.config().row_capacity == sum(case.num_tokens)
+    simulate([case])
