@@ -85,7 +85,7 @@ def test_both_memory_policies_give_the_same_gradients(options: dict[str, Any]) -
 @pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
 def test_float32(gate: str, ids: Any) -> None:
     p = problem(gate=gate, ids=ids, slots=4, heads=2)
-    config = Config(chunks_per_step=1, heads_per_step=2, sub_block="tree", inverse_passes=6)
+    config = Config(chunks_per_step=1, heads_per_step=2, sub_block="tree")
     check_gradients(p, gradients(p, config), *cotangents(p))
 
 
@@ -96,7 +96,7 @@ def test_float32(gate: str, ids: Any) -> None:
 def test_widths(dtype: str, widths: tuple[int, int], config: Config) -> None:
     p = problem(dtype=dtype, key_dim=widths[0], value_dim=widths[1], gate="softplus", ids=PACKED)
     if dtype == "float32":
-        config = replace(config, sub_block="tree", inverse_passes=6)
+        config = replace(config, sub_block="tree")
     check_gradients(p, gradients(p, config), *cotangents(p))
 
 

@@ -89,7 +89,8 @@ def test_float32_precision_at_any_gate(mean: float) -> None:
 @pytest.mark.parametrize("mean", [0.02, 1.0, 5.0, 40.0])
 @pytest.mark.parametrize("sub_block", ["clamped", "tree"])
 def test_bfloat16_precision_at_any_gate(mean: float, sub_block: Any) -> None:
-    check(replace(SMALL, sub_block=sub_block), mean=mean, tokens=129, dtype="bfloat16")
+    """Without a final cotangent: at strong gates it is the last row's alone, and one sum would be all of d_beta."""
+    check(replace(SMALL, sub_block=sub_block), final=False, mean=mean, tokens=129, dtype="bfloat16")
 
 
 @pytest.mark.slow
@@ -98,8 +99,8 @@ def test_constant_gate_of_40_nats() -> None:
     for dtype in ("float32", "bfloat16"):
         p = problem(dtype=dtype)
         p = replace(p, gate=jnp.full_like(p.gate, -40.0))
-        d_output, d_final = cotangents(p)
-        check_gradients(p, run(p, replace(SMALL, sub_block="tree"), d_output, d_final), d_output, d_final)
+        d_output, _ = cotangents(p)
+        check_gradients(p, run(p, replace(SMALL, sub_block="tree"), d_output), d_output, None)
 
 
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])

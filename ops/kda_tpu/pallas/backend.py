@@ -82,7 +82,8 @@ def _shape(problem: Problem) -> ProblemShape:
     H, B, T, K = problem.query.shape
     V = problem.value.shape[3]
     dtype = str(compute_dtype(problem))
-    return ProblemShape(H, B, T, K, V, dtype=dtype, segmented=problem.segment_ids is not None)
+    segmented = problem.segment_ids is not None
+    return ProblemShape(H, B, T, K, V, dtype=dtype, segmented=segmented, lower_bound=problem.lower_bound)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

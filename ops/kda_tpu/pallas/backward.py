@@ -26,7 +26,7 @@ from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas.backward_chunk import Form, Joint, chunk_gradients, gate_matrix, prefix_matrix, saved_arrays
 from ops.kda_tpu.pallas.backward_pairs import PairForm
 from ops.kda_tpu.pallas.common import LOG2_E, GateForm, gate_rows, interleave
-from ops.kda_tpu.pallas.config import Config
+from ops.kda_tpu.pallas.config import Config, current_chip, vmem_limit_bytes
 from ops.kda_tpu.pallas.residuals import Residuals
 from ops.kda_tpu.pallas.schedule import StepTable, pad_segment_ids
 
@@ -487,7 +487,8 @@ class _Launch:
             ),
             out_shape=[shape for _, shape, _ in self._writes],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=60 << 20
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=vmem_limit_bytes(current_chip()),
             ),
             interpret=self._interpret,
             name="kda_backward",

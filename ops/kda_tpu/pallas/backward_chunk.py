@@ -305,6 +305,8 @@ def _emit_d_gate(form: Form, at: Any, d_log_decay: Array) -> None:
     """
     d_log_decay = at.masked(d_log_decay)
     if not form.gate.activated:
+        if form.floor is not None:
+            d_log_decay = jnp.where(at.gate() * LOG2_E > form.floor, d_log_decay, 0.0)
         at.add_d_gate(d_log_decay)
         return
     if form.gate.lower_bound is None:

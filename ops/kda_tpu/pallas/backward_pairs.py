@@ -70,7 +70,7 @@ class PairForm:
         steepest = min(gate.steepest, _BINADES / (_INNER[scheme] - 1))
         # In float32 the rounding of a_ii's two cancelling terms in P would show.
         diagonal = scheme == "row_blocks" and not exact
-        return cls(scheme, dtype, scale, steepest, exact and scheme == "tree", diagonal)
+        return cls(scheme, dtype, scale, steepest, exact and scheme != "nested", diagonal)
 
     @property
     def inner(self) -> int:
@@ -237,7 +237,11 @@ def _row_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, s
     step = [jnp.exp2(b - a) for a, b in zip(first[skip // h :], first[skip // h + 1 :], strict=False)]
     frames = range(skip // h, C // h)
     G, key = exponents.prefix, at.key()
-    decay = [jnp.exp2(first[x] - offset - G[h * b : h * b + h]) for b, x in enumerate(frames)]
+    if own:
+        every_decay = jnp.exp2(-exponents.from_first(h, offset))
+        decay = [every_decay[h * b : h * b + h] for b in frames]
+    else:
+        decay = [jnp.exp2(first[x] - G[h * b : h * b + h]) for b, x in enumerate(frames)]
     column = [key[h * b : h * b + h] * d for b, d in enumerate(decay)]
     weights: list[Array] = []
     taken = []
