@@ -181,14 +181,15 @@ def tuned() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 def rule(shape: ProblemShape) -> Config:
     """The configuration for a class nobody tuned.
 
-    64 heads times chunks a step in bfloat16, 16 in float32, where products cost six passes and code grows as much.
+    64 heads times chunks a step in bfloat16 but at most 8 chunks (more take minutes to compile and save nothing), 16 in
+    float32, where products cost six passes and code grows as much.
     Clamping an anchored block errs by more than float32 should, so there it takes a gate that needs no clamp.
     """
     exact = shape.dtype == "float32"
     heads = largest_divisor(shape.heads, 8 if exact else 16)
     clamps = shape.lower_bound is None or shape.lower_bound < STEEPEST_ANCHORED
     return Config(
-        chunks_per_step=min(16, max(1, (16 if exact else 64) // heads)),
+        chunks_per_step=min(8, max(1, (16 if exact else 64) // heads)),
         heads_per_step=heads,
         sub_block="tree" if exact and clamps else "clamped",
     )
