@@ -111,6 +111,7 @@ class KernelExchange(Exchange):
         )
         self._overflow = _host_visible_words(1, runtime.device)
         self._sets = [self._new_set(index) for index in range(config.num_buffer_sets)]
+        runtime.synchronize()  # what was set to zero here is zero on any stream
 
     def _new_set(self, index: int) -> BufferSet:
         layout = self._layout

@@ -271,10 +271,6 @@ class Layout:
         """Holds the L experts of a rank."""
         return power_of_two(self.local_experts)
 
-    def describe(self) -> dict[str, int]:
-        """Bytes of each region and of the whole, for tables and errors."""
-        return {name: size for name, (_, size) in self.regions.items()} | {"total": self.symmetric_bytes}
-
 
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not less than ``number``, at least 1."""
