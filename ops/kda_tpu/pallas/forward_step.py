@@ -38,7 +38,7 @@ from ops.kda_tpu.pallas.intra import DecaySums, IntraForm, Rows, decay_sums, inv
 LEAST_BETA = 2.0**-50
 _LANES = 128
 _GROUP_PAIRS = 2
-_ROUNDS = 2  # between groups of the front half
+_MANY_HEADS = 8  # so many hide the latency of the chain through the chunks
 
 
 @dataclass(frozen=True)
@@ -199,19 +199,28 @@ class _Tiles:
         interleave(self._stages(), done=[("state", head, -1) for head in heads])
 
     def _stages(self) -> Iterator[tuple[int, Stage]]:
-        """Stages with the rounds they start in: groups of the front half one after another, so that its work lasts as
-        long as the back half's chain of dependent products.
+        """Stages with the rounds they start in; chosen by the compiler's schedule.
+
+        The front half starts its groups one after another, so that it lasts as long as the back half. With few heads
+        the back half is as long as its chain of dependent products through the chunks, three rounds each; then its
+        chunks start late too, and the front half goes pair by pair.
         """
         heads, chunks = self.layout.heads, self.layout.chunks
         units = [Unit(head, chunk, chunk * heads + head) for chunk in range(chunks) for head in range(heads)]
         pairs = [(n, units[2 * n], units[min(2 * n + 1, len(units) - 1)]) for n in range(self.layout.pairs)]
-        groups = [pairs[n : n + _GROUP_PAIRS] for n in range(0, len(pairs), _GROUP_PAIRS)]
-        for n, group in enumerate(groups):
-            yield 0, self._invert(group)
+        few = heads < _MANY_HEADS
+        for n in range(0, len(pairs), _GROUP_PAIRS):
+            group = pairs[n : n + _GROUP_PAIRS]
+            chunk = group[0][1].chunk
+            yield 2 * chunk if few else 0, self._invert(group)
             for pair, first, second in group:
                 for unit in dict.fromkeys((first, second)):
-                    yield 0, self._recur(unit, pair)
-            yield _ROUNDS * n, self._score(group)
+                    yield 6 + 3 * unit.chunk if few else 0, self._recur(unit, pair)
+            if few:
+                for m, scored in enumerate(group, start=n):
+                    yield (3 * chunks + 2) * m // len(pairs), self._score([scored])
+            else:
+                yield n, self._score(group)
 
     def _score(self, group: list[tuple[int, Unit, Unit]]) -> Stage:
         """Front half: leaves q, k, decay sums, Aqk and L of two pairs."""
