@@ -21,6 +21,21 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
+class Options:
+    """How cases are profiled.
+
+    Attributes:
+        jobs: compilations at a time.
+        peer: another library to profile beside ours, None for none.
+        row_major: whether arguments and results are row-major; if not, XLA's own layouts and the copies they cost.
+    """
+
+    jobs: int = 1
+    peer: str | None = None
+    row_major: bool = True
+
+
+@dataclass(frozen=True)
 class Profiled:
     """One case on one chip: its report, or why there is none; ``peer`` names the library if it is not ours."""
 
@@ -31,22 +46,21 @@ class Profiled:
     peer: str | None = None
 
 
-def profile_case(case: Case, chip: str, peer: str | None = None) -> Report:
+def profile_case(case: Case, chip: str, peer: str | None = None, row_major: bool = True) -> Report:
     """Compiles a case's program with our Pallas kernels, or with a peer's, for a chip."""
     from ops.kda_tpu.pallas.backend import with_options
 
     attention = kda_peer.load(peer) if peer else with_options(rematerialize_for_backward=case.rematerialize)
-    return profile(kda_cases.program(attention, case), kda_cases.arguments(case, kda_cases.specs(case)), chip)
+    program, arguments = kda_cases.program(attention, case), kda_cases.arguments(case, kda_cases.specs(case))
+    return profile(program, arguments, chip, row_major=row_major)
 
 
-def profile_all(
-    names: Sequence[str], chips: Sequence[str], jobs: int = 1, peer: str | None = None
-) -> Iterator[Profiled]:
-    """Profiles every case on every chip, ``jobs`` at a time, and yields them in order as they are done."""
-    libraries = (None, peer) if peer else (None,)
+def profile_all(names: Sequence[str], chips: Sequence[str], options: Options) -> Iterator[Profiled]:
+    """Profiles every case on every chip and yields them in order as they are done."""
+    libraries = (None, options.peer) if options.peer else (None,)
     runs = [(CASES[name], chip, library) for chip in chips for name in names for library in libraries]
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures: list[Future[Report]] = [pool.submit(profile_case, *arguments) for arguments in runs]
+    with ThreadPoolExecutor(max_workers=options.jobs) as pool:
+        futures: list[Future[Report]] = [pool.submit(profile_case, *key, options.row_major) for key in runs]
         for (case, chip, library), future in zip(runs, futures, strict=True):
             error = future.exception()
             if isinstance(error, Exception):
@@ -150,12 +164,13 @@ def json_records(profiled: Profiled) -> list[Mapping[str, object]]:
     return list(profile_report.records(profiled.report, case=profiled.case.name, library=profiled.peer))
 
 
-def run(names: Sequence[str], chips: Sequence[str], path: str, *, jobs: int = 1, peer: str | None = None) -> int:
+def run(names: Sequence[str], chips: Sequence[str], path: str, options: Options) -> int:
     """Prints and writes the profiles; returns 1 if one of ours was refused or missed a "must", else 0."""
-    about = timing.environment(kind=profile_report.DISCLAIMER)
+    layouts = "row-major arguments and results" if options.row_major else "XLA's layouts of arguments and results"
+    about = timing.environment(kind=profile_report.DISCLAIMER, layouts=layouts)
     print(timing.header("KDA kernels, static profile", about), flush=True)
     profiles: list[Profiled] = []
-    for profiled in profile_all(names, chips, jobs, peer):
+    for profiled in profile_all(names, chips, options):
         profiles.append(profiled)
         print(f"\n{show(profiled)}", flush=True)
     rows = target_rows(profiles)

@@ -49,6 +49,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", choices=("tokamax",), help="with --static: also profile another library on the same cases"
     )
+    parser.add_argument("--default-layouts", action="store_true", help="static: let XLA lay out arguments and results")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at a time")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -80,7 +81,12 @@ def _static(options: argparse.Namespace, on_tpu: bool) -> int:
     # The compiler is wanted, whatever machine this is.
     os.environ["OPS_KDA_INTERPRET"] = "0"
     path = f"{options.out}/kda_tpu_static.jsonl"
-    status = kda_static.run(names, options.chip or DEFAULT_CHIPS, path, jobs=options.jobs, peer=options.peer)
+    status = kda_static.run(
+        names,
+        options.chip or DEFAULT_CHIPS,
+        path,
+        kda_static.Options(options.jobs, options.peer, not options.default_layouts),
+    )
     if on_tpu:
         rows = [_device_row(CASES[name]) for name in names]
         print(f"\n== measured on {_device_kind()}\n{timing.table(rows)}")
