@@ -112,14 +112,16 @@ class AllToAll:
         Raises:
             ValueError, TypeError, RuntimeError, TimeoutError: as ``Exchange.dispatch``.
         """
-        if do_send:
+        out = RowTensors(out_expert_x, out_expert_x_scale, out_expert_num_tokens)
+        if do_send and do_recv:  # in one call, which checks the outputs before it sends
+            self._handle = self.exchange.dispatch(dp_x, indices, scales=dp_x_scale, bound=bound_m, out=out)
+        elif do_send:
             self._sent = self.exchange.dispatch_send(dp_x, indices, scales=dp_x_scale, bound=bound_m)
-        if do_recv:
+        elif do_recv:
             if self._sent is None:
                 raise RuntimeError("dispatch: do_recv needs an earlier call with do_send; nothing was sent")
-            sent, self._sent = self._sent, None
-            out = RowTensors(out_expert_x, out_expert_x_scale, out_expert_num_tokens)
-            self._handle = self.exchange.dispatch_recv(sent, out)
+            self._handle = self.exchange.dispatch_recv(self._sent, out)
+            self._sent = None
 
     def combine(
         self,
@@ -151,13 +153,16 @@ class AllToAll:
             expected = (self._handle.num_tokens, self.exchange.config.experts_per_token)
             if tuple(indices.shape) != expected:
                 raise ValueError(f"indices: expected shape {list(expected)} as in dispatch, got {list(indices.shape)}")
-            self._returning = self.exchange.combine_send(self._handle, expert_y, weights)
+            if do_recv:  # in one call, which checks the output before it sends
+                self.exchange.combine(self._handle, expert_y, weights, out=out_tokens[: self._handle.num_tokens])
+            else:
+                self._returning = self.exchange.combine_send(self._handle, expert_y, weights)
             self._handle = None
-        if do_recv:
+        elif do_recv:
             if self._returning is None:
                 raise RuntimeError("combine: do_recv needs an earlier call with do_send; nothing was sent")
-            returning, self._returning = self._returning, None
-            self.exchange.combine_recv(returning, out=out_tokens[: returning.handle.num_tokens])
+            self.exchange.combine_recv(self._returning, out=out_tokens[: self._returning.handle.num_tokens])
+            self._returning = None
 
     def destroy(self) -> None:
         """Releases everything; any later call raises."""

@@ -262,6 +262,22 @@ def check_contiguous(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}; pass another")
 
 
+def check_bound(bound: object, device: torch.device) -> None:
+    """The single statement of what a bound is.
+
+    Raises:
+        TypeError: not a tensor of integers.
+        ValueError: not one number, or on another device.
+    """
+    if not isinstance(bound, torch.Tensor) or bound.dtype not in (torch.int32, torch.int64, torch.uint32):
+        got = bound.dtype if isinstance(bound, torch.Tensor) else type(bound).__name__
+        raise TypeError(f"bound: expected a tensor of one int32, int64 or uint32, got {got}; make it torch.tensor([n])")
+    if bound.numel() != 1:
+        raise ValueError(f"bound: expected one integer, got a tensor of shape {list(bound.shape)}")
+    if bound.device != device:
+        raise ValueError(f"bound: expected on {device}, beside the tokens, got on {bound.device}; move it there first")
+
+
 def check_num_tokens(name: str, got: int, config: Config) -> None:
     """The single statement of how many tokens fit.
 

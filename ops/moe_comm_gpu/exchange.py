@@ -102,7 +102,7 @@ class Exchange(abc.ABC):
             scales: block scales ``[T, S]`` float32; given exactly if the config has ``scale_block``.
             weights: ``[T, J]`` float32, optional: known this early, a backend can sum a token's rows where the
                 experts are.
-            bound: number of leading tokens that count, one integer on the tokens' device; None for all.
+            bound: number of leading tokens that count, one integer tensor on the tokens' device; None for all.
             out: tensors to fill instead of new ones.
 
         Returns:
@@ -315,8 +315,9 @@ class Exchange(abc.ABC):
         contract.check_tensor("ids", ids, choices, contract.ID_DTYPES, device)
         if weights is not None:
             contract.check_tensor("weights", weights, choices, (torch.float32,), device)
-        if bound is not None and bound.numel() != 1:
-            raise ValueError(f"bound: expected one integer, got a tensor of shape {list(bound.shape)}")
+        if bound is not None:
+            contract.check_bound(bound, device)
+            bound = bound.clone()
         if scales is not None and not config.num_scales:
             raise ValueError("scales: expected None, got a tensor; make the exchange with scale_block")
         if scales is None and config.num_scales and not quantise:
@@ -329,6 +330,9 @@ class Exchange(abc.ABC):
             autograd.check_gradients_fit(config, tokens.dtype, quantise)
         if config.check_ids:
             contract.check_id_range(ids, config.num_experts)
+        # The caller may reuse its routing tensors at once; this batch, and its gradient, keep their own.
+        weights = None if weights is None else weights.clone()
+        ids = ids.clone() if self.reads_raw_ids else contract.normalise_ids(ids, config.num_experts, bound)
         payload, row_dtype = tokens.detach(), config.in_dtype if quantise else tokens.dtype
         if quantise and not self.quantises:
             assert config.scale_block is not None
@@ -337,7 +341,7 @@ class Exchange(abc.ABC):
             tokens=payload.contiguous(),
             row_dtype=row_dtype,
             scales=None if scales is None else scales.detach().contiguous(),
-            ids=ids.contiguous() if self.reads_raw_ids else contract.normalise_ids(ids, config.num_experts, bound),
+            ids=ids.contiguous(),
             weights=None if weights is None else weights.detach().contiguous(),
             bound=bound if self.reads_raw_ids else None,
             source=tokens,
@@ -386,12 +390,10 @@ class Exchange(abc.ABC):
         out_dtypes = contract.same_width(config.out_dtype, contract.OUT_DTYPES)
         device = handle.rows.device
         contract.check_tensor("expert_rows", expert_rows, (*config.rows_prefix, config.hidden), out_dtypes, device)
-        if weights is not None and handle.weights is not None and weights is not handle.weights:
-            raise ValueError(
-                "weights: expected None, because dispatch got weights already, got other ones; give them to one call"
-            )
+        if weights is not None and handle.weights is not None:
+            raise ValueError("weights: expected None, because dispatch got weights already; give them to one call")
         sent = handle.weights is not None
-        weights = handle.weights if weights is None else weights
+        weights = handle.weights if weights is None else weights.clone()
         if weights is None:
             raise ValueError("weights: expected a float32 tensor, here or in dispatch, got None in both")
         contract.check_tensor(

@@ -44,7 +44,9 @@ def good() -> dict[str, Any]:
         ({"scales": torch.ones(3, 1)}, ValueError, "scales: expected None, got a tensor; make .* with scale_block"),
         ({"weights": torch.ones(3, 1)}, ValueError, r"weights: expected shape \[3, 2\], got \[3, 1\]"),
         ({"weights": torch.ones(3, 2).half()}, TypeError, "weights: expected dtype float32, got float16"),
-        ({"bound": torch.ones(2)}, ValueError, "bound: expected one integer"),
+        ({"bound": torch.ones(2, dtype=torch.int32)}, ValueError, "bound: expected one integer"),
+        ({"bound": 2}, TypeError, "bound: expected a tensor of one int32, int64 or uint32, got int"),
+        ({"bound": torch.tensor(2.7)}, TypeError, "bound: expected a tensor of one int32, .* got torch.float32"),
         (
             {"ids": torch.tensor([[0, 1], [2, 4], [1, 3]])},
             ValueError,

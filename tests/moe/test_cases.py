@@ -138,6 +138,27 @@ def test_one_rank(backend):
 
 
 @every_backend
+@pytest.mark.parametrize("weights_early", [False, True])
+def test_the_handle_owns_its_routing(backend, weights_early):
+    """A router may write its next batch into the same tensors before this one is combined."""
+    config = Config(max_num_tokens=3, num_experts=4, experts_per_token=2, hidden=16, timeout_s=20)
+    tokens = torch.arange(48).reshape(3, 16).bfloat16()
+    ids, weights, bound = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.tensor([[0.5, 0.25]] * 3), torch.tensor(2)
+    with harness.open_named(backend)(config) as exchange:
+        handle = exchange.dispatch(tokens, ids, bound=bound, weights=weights if weights_early else None)
+        ids.fill_(-1)
+        bound.fill_(3)
+        if weights_early:
+            weights.zero_()
+        pending = exchange.combine_send(handle, handle.rows, None if weights_early else weights)
+        weights.zero_()
+        output = exchange.combine_recv(pending)
+    expected = 0.75 * tokens
+    expected[2] = 0  # behind the bound
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=0)
+
+
+@every_backend
 def test_two_batches_never_mix(backend):
     run(full("two_ranks", batches=2, seed=22, weights_early=True), backend)
 
