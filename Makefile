@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# PyTorch's CUDA build allows this Triton alone, its CPU build any.
+CUDA_TRITON := 3.7.1
 EXTRAS := kda-tpu,moe-gpu,bench,demo,test,lint
 
 .PHONY: env demo test test-all lint bench-tpu bench-gpu clean
@@ -12,7 +15,10 @@ env: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accelerator-ops needs Python >= 3.11, got " + sys.version.split()[0] + "; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]' || { \
+	  echo "Trying the Triton that PyTorch's CUDA build pins, $(CUDA_TRITON)"; \
+	  sed 's/^triton==.*/triton==$(CUDA_TRITON)/' constraints.txt > $(VENV)/constraints.txt; \
+	  $(INSTALL) -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'; }
 	touch $@
 
 demo: env

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
 ENTRY_POINT_GROUP = "accelerator_ops.backends"
@@ -232,7 +233,7 @@ def _read_entry_points() -> None:
         taken = any((row.op, row.name) == (op, name) for row in _rows)
         package = point.dist.name if point.dist else "another package"
         if name and not taken and point.value.count(":") == 1:
-            _rows.append(Backend(op, name, point.value, summary=f"from {package}"))
+            _rows.append(Backend(op, name, point.value, on_request=f"from {package}"))
         else:
             expected = 'expected "<op>.<backend> = module:attribute" with a name not taken yet'
             warnings.warn(
@@ -252,7 +253,7 @@ def _status(row: Backend) -> Status:
         return Status(row, "unavailable", "not part of this version")
     missing = [module for module in row.requires if not _installed(module)]
     if missing:
-        remedy = f'pip install "accelerator-ops[{row.extra}]"' if row.extra else f"pip install {' '.join(missing)}"
+        remedy = _remedy(row, missing)
         return Status(row, "unavailable", f"{', '.join(missing)} not installed", remedy)
     if row.hardware is not None:
         absent = _HARDWARE[row.hardware]()
@@ -272,6 +273,12 @@ def _status(row: Backend) -> Status:
     return Status(row, "usable")
 
 
+def _remedy(row: Backend, missing: list[str]) -> str:
+    if row.extra is None:
+        return f"install {' '.join(missing)}"
+    return f'install the extra "{row.extra}" of accelerator-ops, from a clone: pip install ".[{row.extra}]"'
+
+
 def _attribute(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -283,7 +290,7 @@ def _load(row: Backend) -> Callable[..., Any]:
     except Exception as error:
         name = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and name.partition(".")[0] in row.requires:
-            missing = Status(row, "unavailable", f"{name} not installed", f'pip install "accelerator-ops[{row.extra}]"')
+            missing = Status(row, "unavailable", f"{name} not installed", _remedy(row, [name]))
             raise BackendUnavailableError(f"backend {row.name!r} of {row.op!r}: {_explain(missing)}") from error
         raise BackendUnavailableError(
             f"backend {row.name!r} of {row.op!r} is installed but broken: importing {row.target} raised "
@@ -292,13 +299,20 @@ def _load(row: Backend) -> Callable[..., Any]:
     return loaded
 
 
+_GOOGLE = "0x1ae0"  # PCI vendor of a TPU that the kernel hands out through VFIO
+
+
 def _no_tpu() -> str:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return f"JAX_PLATFORMS={platforms} leaves the TPU out"
     if not _installed("libtpu"):
         return "libtpu not installed"
-    return "" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "no TPU on this machine"
+    if glob.glob("/dev/accel[0-9]*"):
+        return ""
+    vendors = glob.glob("/sys/bus/pci/devices/*/vendor")
+    found = glob.glob("/dev/vfio/[0-9]*") and any(Path(file).read_text().strip() == _GOOGLE for file in vendors)
+    return "" if found else "no TPU on this machine"
 
 
 def _no_nvidia() -> str:

@@ -81,7 +81,7 @@ def test_environment_chooses_and_argument_wins_over_it(toy, monkeypatch):
 
 
 def test_explicit_choice_never_falls_back(toy, monkeypatch):
-    with pytest.raises(BackendUnavailableError, match=r"no_such_module not installed.*accelerator-ops\[toy\]"):
+    with pytest.raises(BackendUnavailableError, match=r"no_such_module not installed.*extra .toy. of accelerator-ops"):
         registry.select("toy", "missing")
     monkeypatch.setenv("OPS_TOY_BACKEND", "missing")
     with pytest.raises(BackendUnavailableError, match="no_such_module"):
@@ -150,6 +150,7 @@ def test_entry_points_become_rows_without_being_imported(monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"entry point 'kda.xla'.*ignored"):
         rows = {status.backend.name: status.backend for status in registry.backends("kda")}
     assert rows["theirs"].target == "their_package.kda:attention"
+    assert rows["theirs"].on_request, "it may not take over by itself"
     assert rows["xla"].target.startswith("ops.")
     assert list(rows)[-1] == "theirs"
 
