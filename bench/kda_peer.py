@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bench.kda_cases import Attention
@@ -26,4 +25,11 @@ def missing(name: str) -> str | None:
 def load(name: str) -> Attention:
     """The peer's operator with the signature of ours; it takes the same arguments under the same names."""
     operator = importlib.import_module(f"{name}.ops").kimi_delta_attention
-    return functools.partial(operator, implementation="mosaic")
+    options = importlib.import_module(f"{name}.config")
+
+    def attention(*arguments: Any, **keywords: Any) -> Any:
+        # Its choices are made for the device at hand, which is not the one compiled for; stored ones are not of use.
+        with options.cross_compile(True), options.autotuning_cache_miss_fallback("heuristics"):
+            return operator(*arguments, **keywords, implementation="mosaic")
+
+    return attention

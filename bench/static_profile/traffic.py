@@ -125,8 +125,7 @@ def pallas_calls(closed: Any, arguments: Sequence[Any], chip: Chip) -> list[Pall
 
 def kernel_name(eqn: Any) -> str:
     """The name that ``pallas_call`` was given, or that of the kernel function."""
-    info = eqn.params.get("name_and_src_info")
-    return str(eqn.params.get("name") or getattr(info, "name", None) or "kernel")
+    return str(eqn.params.get("name") or eqn.params["jaxpr"].debug_info.func_name)
 
 
 def _tensor_type(aval: Any) -> str:

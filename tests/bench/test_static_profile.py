@@ -105,6 +105,15 @@ def test_least_bytes_are_unpadded_and_moved_bytes_padded():
     assert call.moved_bytes == 2 * 32 * 128 * 4
 
 
+def test_a_kernel_without_a_name_is_called_like_its_function():
+    def copying(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    x = spec((8, 128), F32)
+    report = profile(lambda x: pl.pallas_call(copying, out_shape=x)(x), (x,), "v6e")
+    assert [kernel.name for kernel in report.kernels] == ["copying"]
+
+
 def test_two_kernels_of_one_name_are_refused():
     def call(x, factor):
         def scaled(x_ref, out_ref):
