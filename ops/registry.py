@@ -109,7 +109,7 @@ _TABLE: tuple[Backend, ...] = (
     ),
     Backend(
         "moe_comm", "nvshmem", "ops.moe_comm_gpu.nvshmem.backend:Exchange", ("torch", "triton", "nvshmem"), "moe-gpu",
-        hardware="nvidia", summary="Triton kernels over NVSHMEM",
+        hardware="nvidia", probe="ops.moe_comm_gpu.nvshmem.probe:probe", summary="Triton kernels over NVSHMEM",
     ),
     Backend(
         "moe_comm", "nvshmem_emulated", "ops.moe_comm_gpu.emulation_backend:Exchange", ("torch", "triton"), "moe",

@@ -75,7 +75,7 @@ KDA: dict[str, Case] = {
 
 
 def make(case: Case, seed: int) -> tuple[kda.Inputs, Array, Array]:
-    """Inputs, d_output [H, B, T, V] and d_final_state [B, N, H, K, V] in float32; padding is NaN in the inputs."""
+    """Inputs, d_output [H, B, T, V] and d_final_state [B, N, H, K, V] in float32; what stands in padding is NaN."""
     random = np.random.default_rng(seed)
     H, B, T, K, V = case.heads, case.batch, case.tokens, case.key_channels, case.value_channels
     N = case.segments or 1
@@ -111,7 +111,10 @@ def make(case: Case, seed: int) -> tuple[kda.Inputs, Array, Array]:
         lower_bound=case.lower_bound,
         max_num_segments=N,
     )
-    return inputs, normal(H, B, T, V), normal(B, N, H, K, V)
+    d_output, d_final_state = normal(H, B, T, V), normal(B, N, H, K, V)
+    if ids is not None:
+        d_output[:, ids == 0] = np.nan
+    return inputs, d_output, d_final_state
 
 
 def segment_ids(case: Case, random: np.random.Generator) -> Array:

@@ -13,7 +13,7 @@ Segments
     N is ``max_num_segments``, else the slots of ``initial_state``, else the largest concrete id, else 1. Traced ids
     need one of the first two. Concrete ids that are negative, above N or decreasing along a row (padding aside) are an
     error. Traced ids cannot be looked at, so a token with such an id counts as padding; the rule is causal, a token's
-    validity depends on earlier tokens only.
+    validity depends on earlier tokens only. With traced ids beta and gate go unchecked too: padding may hold anything.
 
 Types
     query, key, value, gate, beta, a_log and delta_time_bias are float32 or bfloat16, each on its own; float16 is
@@ -25,6 +25,7 @@ This module loads no framework: the numpy backend uses it without jax installed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -131,7 +132,8 @@ def backend(run: Run, *, on_host: bool = False) -> Callable[..., tuple[Array, Ar
         _check_arrays(arrays, on_host)
         _check_gate_options(arrays, use_gate_in_kernel, lower_bound)
         num_segments = _num_segments(arrays, max_num_segments)
-        _check_values(arrays, use_gate_in_kernel, num_segments)
+        with _at_once():
+            _check_values(arrays, use_gate_in_kernel, num_segments)
         problem = _build(
             arrays,
             on_host,
@@ -145,7 +147,7 @@ def backend(run: Run, *, on_host: bool = False) -> Callable[..., tuple[Array, Ar
         )
         if query.shape[2] == 0:
             output: Array = problem.value[:, :, :0]
-            final_state = problem.initial_state
+            final_state = problem.initial_state.astype(np.float32)
         else:
             output, final_state = run(problem)
         return output, final_state if output_final_state else None
@@ -282,9 +284,16 @@ def _num_segments(arrays: dict[str, Array | None], max_num_segments: int | None)
     if is_traced(ids):
         raise ValueError(
             "max_num_segments: expected a number with traced segment_ids, got None; pass the largest number of "
-            "segments in a batch row (the shape of the final state depends on it)"
+            "segments in a batch row (the shape of the final state depends on it), or make the ids with numpy, so "
+            "that they are not traced"
         )
     return max(1, int(np.max(np.asarray(ids), initial=0)))
+
+
+def _at_once() -> contextlib.AbstractContextManager[Any]:
+    """Where operations on concrete jax arrays give concrete results, also while a caller's function is traced."""
+    jax = sys.modules.get("jax")
+    return contextlib.nullcontext() if jax is None else jax.ensure_compile_time_eval()
 
 
 def _check_values(arrays: dict[str, Array | None], use_gate_in_kernel: bool, num_segments: int) -> None:
@@ -307,7 +316,7 @@ def _check_values(arrays: dict[str, Array | None], use_gate_in_kernel: bool, num
                 "sigmoid first"
             )
     if gate is not None and not use_gate_in_kernel and not is_traced(gate):
-        at = _first(np.asarray((gate > 0).any(axis=-1)) & real)
+        at = _first(~np.asarray((gate <= 0).all(axis=-1)) & real)
         if at is not None:
             raise ValueError(
                 f"gate: expected log decays <= 0, got {float(gate[at].max())} at [head, batch, token] = {at}; pass raw "

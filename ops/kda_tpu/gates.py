@@ -117,10 +117,9 @@ def zero_padding(problem: Problem) -> Problem:
     """The problem with zeros in every padding token, whatever stood there; its gradients there are zero as well."""
     if problem.segment_ids is None:
         return problem
-    real = (problem.segment_ids > 0)[None]
 
     def masked(x: jax.Array) -> jax.Array:
-        return jnp.where(real if x.ndim == 3 else real[..., None], x, 0)
+        return zero_rows(x, problem.segment_ids)
 
     return dataclasses.replace(
         problem,
@@ -130,3 +129,11 @@ def zero_padding(problem: Problem) -> Problem:
         gate=masked(problem.gate),
         beta=masked(problem.beta),
     )
+
+
+def zero_rows(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """[H, B, T] or [H, B, T, D] with zeros in padding; its cotangent is masked alike, whatever stands there."""
+    if segment_ids is None:
+        return x
+    real = (segment_ids > 0)[None]
+    return jnp.where(real if x.ndim == 3 else real[..., None], x, 0)

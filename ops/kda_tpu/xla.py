@@ -11,7 +11,8 @@ decay from entry through token i, gamC that of the whole chunk, kg_j the key dec
 
 What runs in which order, and how segments are kept apart, is in :mod:`ops.kda_tpu.xla_steps`; every gate is safe, by
 :mod:`ops.kda_tpu.xla_chunks`.
-The gradient is in :mod:`ops.kda_tpu.xla_backward`; it has no derivative of its own: use the backend ``scan`` for that.
+The gradient is in :mod:`ops.kda_tpu.xla_backward`; it has no derivative of its own: use the backend ``scan`` for that,
+and for forward mode. (Forward mode through a caller's own ``jax.jit`` meets jax's refusal, which cannot name it.)
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ def _run(problem: Problem) -> Outputs:
         ) from error
 
 
-@jax.jit
-def _compiled(problem: Problem) -> Outputs:
-    return _attention(gates.zero_padding(problem))
+def _without_padding(problem: Problem) -> Outputs:
+    output, final_state = _attention(gates.zero_padding(problem))
+    return gates.zero_rows(output, problem.segment_ids), final_state
+
+
+_compiled = jax.jit(_without_padding)
 
 
 @jax.custom_vjp

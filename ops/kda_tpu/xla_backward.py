@@ -199,7 +199,7 @@ def _crossing_sums(lower: jax.Array, upper: jax.Array) -> jax.Array:
     """
     *lead, n, m, K = upper.shape
     later = jnp.triu(jnp.ones((m, m), jnp.float32))
-    weights = jnp.block([[1 - later, jnp.zeros((m, m))], [jnp.zeros((m, m)), later]])
+    weights = jnp.block([[1 - later, jnp.zeros_like(later)], [jnp.zeros_like(later), later]])
     return _weighted(weights, jnp.concatenate([lower, upper], axis=-2)).reshape(*lead, n * 2 * m, K)
 
 

@@ -24,7 +24,7 @@ from ops.kda_tpu.xla_steps import Steps
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 LOWER, UPPER = 0, 1
-#: Smallest write strength; the gradient divides by it. It changes a state by less than one float32 rounding.
+#: Smallest write strength; the gradient divides by it. What it writes instead of nothing is below 1e-15 of a value.
 SMALLEST_BETA = 2.0**-50
 
 
@@ -99,6 +99,7 @@ class Group:
         key_reciprocal: the same for key.
         beta: [G, H, B, C, 1], floored.
         factors: :func:`decay_factors`.
+        decay: of the state over the whole chunk, [G, H, B, K, 1].
     """
 
     query: jax.Array
@@ -107,6 +108,7 @@ class Group:
     key_reciprocal: jax.Array | None
     beta: jax.Array
     factors: list[tuple[jax.Array, jax.Array]]
+    decay: jax.Array
 
     @property
     def query_in(self) -> jax.Array:
@@ -123,11 +125,6 @@ class Group:
         """Key times the decay to the chunk's end."""
         return self.key * self.factors[-1][1]
 
-    @property
-    def decay(self) -> jax.Array:
-        """Decay of the state over the whole chunk, [G, H, B, K, 1]."""
-        return self.factors[-1][0][..., -1, :, None]
-
 
 def load_group(problem: Problem, tokens: Tokens, steps: Steps, group: jax.Array) -> Group:
     """Reads and normalises one group."""
@@ -135,13 +132,16 @@ def load_group(problem: Problem, tokens: Tokens, steps: Steps, group: jax.Array)
     query_reciprocal = key_reciprocal = None
     if problem.use_qk_l2norm:
         (query, query_reciprocal), (key, key_reciprocal) = gates.l2_normalize(query), gates.l2_normalize(key)
+    log_decay = steps.tokens(tokens.log_decay, group)
     return Group(
         query=query * problem.scale,
         key=key,
         query_reciprocal=query_reciprocal,
         key_reciprocal=key_reciprocal,
         beta=jnp.maximum(steps.tokens(tokens.beta, group), SMALLEST_BETA),
-        factors=decay_factors(jnp.exp(steps.tokens(tokens.log_decay, group))),
+        factors=decay_factors(jnp.exp(log_decay)),
+        # One exp a chunk: products of equal factors round the same way each time, and over T that adds up.
+        decay=jnp.exp(jnp.sum(log_decay, axis=-2))[..., None],
     )
 
 

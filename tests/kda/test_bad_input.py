@@ -37,6 +37,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"beta": np.zeros((H, B, T, 1), np.float32)}, ValueError, r"beta: expected \[H, B, T\]"),
     ({"query": np.zeros((H, B, T, K), np.float16)}, TypeError, "query: expected float32 or bfloat16, got float16"),
     ({"value": np.zeros((H, B, T, V), np.int32)}, TypeError, "value: expected float32"),
+    ({"gate": np.full((H, B, T, K), np.nan, np.float32)}, ValueError, "gate: expected log decays <= 0, got nan"),
     ({"beta": np.full((H, B, T), 1.5, np.float32)}, ValueError, r"beta: expected values in \[0, 1\], got 1.5"),
     ({"beta": np.full((H, B, T), np.nan, np.float32)}, ValueError, r"beta: expected values in \[0, 1\], got nan"),
     ({"gate": np.ones((H, B, T, K), np.float32)}, ValueError, "gate: expected log decays <= 0"),

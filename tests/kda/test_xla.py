@@ -1,4 +1,4 @@
-"""What only the chunked XLA path promises: its derivatives' limits, vmap, exact sums, linear cost."""
+"""What only the chunked XLA path promises: its derivatives' limits, vmap, exact sums, groups of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ops.kda_tpu import contract, gates, scan, xla, xla_backward, xla_chunks, xla_steps
+from ops.kda_tpu import contract, scan, xla, xla_backward, xla_chunks, xla_steps
 from reference.cases import KDA, make
 from tests.kda.harness import arrays_of, check, options_of
 
@@ -65,7 +65,7 @@ def test_inverse_of_near_parallel_keys_is_exact() -> None:
     """L of ones: A has ones on the diagonal and -1 just below; a Neumann product errs by 8e9 here."""
     key = jnp.full((1, 1, 1, 64, 4), 0.5)
     decay = jnp.ones_like(key)
-    group = xla_chunks.Group(key, key, None, None, jnp.ones((1, 1, 1, 64, 1)), xla_chunks.decay_factors(decay))
+    group = xla_chunks.Group(key, key, None, None, jnp.ones((1, 1, 1, 64, 1)), xla_chunks.decay_factors(decay), decay)
     _, inverse = xla_chunks.scores_and_inverse(group)
     np.testing.assert_array_equal(inverse[0, 0, 0], np.eye(64) - np.eye(64, k=-1))
 
@@ -75,4 +75,4 @@ def test_inverse_of_near_parallel_keys_is_exact() -> None:
 def test_many_steps_a_turn(monkeypatch: pytest.MonkeyPatch, case: str, in_flight: int) -> None:
     """What other devices do: a CPU takes one step a turn, as every other test."""
     monkeypatch.setitem(xla_steps._IN_FLIGHT, "cpu", in_flight)
-    check(contract.backend(lambda problem: xla._attention(gates.zero_padding(problem))), KDA[case], seed=0)
+    check(contract.backend(lambda problem: xla._without_padding(problem)), KDA[case], seed=0)
