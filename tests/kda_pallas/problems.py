@@ -120,8 +120,8 @@ def relative_rms(got: Any, wanted: Any, least: float = 0.0) -> float:
 def check_gradients(p: Problem, got: Any, d_output: jax.Array, d_final_state: jax.Array | None) -> None:
     """Every gradient within its tolerance of the float64 ones, of its input's dtype, and exactly zero on padding.
 
-    Those of a_log and delta_time_bias are sums over rows, which may cancel to anything; their error is measured against
-    the norm of d_gate, which is the size of such a sum of independent terms.
+    Those of a_log and delta_time_bias are sums over rows, which may cancel to anything; in bfloat16 their error is
+    measured against the norm of d_gate, which is the size of such a sum of independent terms.
     """
     wanted = reference_gradients(p, d_output, d_final_state)
     limits = TOLERANCES[str(p.query.dtype)]
@@ -133,7 +133,8 @@ def check_gradients(p: Problem, got: Any, d_output: jax.Array, d_final_state: ja
             continue
         assert gradient.dtype == source.dtype, name
         assert gradient.shape == source.shape, name
-        least = float(np.linalg.norm(wanted.gate)) if name in ("a_log", "delta_time_bias") else 0.0
+        summed = name in ("a_log", "delta_time_bias") and p.query.dtype == jnp.bfloat16
+        least = float(np.linalg.norm(wanted.gate)) if summed else 0.0
         errors[name] = (relative_rms(gradient, getattr(wanted, name), least), limit)
     wrong = {name: f"{e:.2e} > {limit:.0e}" for name, (e, limit) in errors.items() if not e <= limit}
     assert not wrong, wrong

@@ -304,7 +304,11 @@ def _walk_back(given: Array, weights: list[Array], step: list[Array], h: int) ->
 
 
 def _inner_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums) -> Stage:
-    """Pairs inside blocks of 16 rows, anchored at the first row of i's 8; both column blocks in one product."""
+    """Pairs inside blocks of 16 rows, anchored at the first row of i's 8; both column blocks in one product.
+
+    A column of the lower 8 is decayed to that anchor at once. By way of its own anchor a steep stretch between the two
+    would underflow although the decay from the column on is mild.
+    """
     C, h = scores.a.shape[0], form.inner
     zero = jnp.zeros((), form.dtype)
 
@@ -316,9 +320,12 @@ def _inner_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores,
     row_decay = jnp.exp2(exponents.from_first(h, form.half_range + form.log2_scale))
     rows = Operands(at).weighted(row_decay, form.dtype)
     decay = jnp.exp2(-exponents.from_first(h, form.half_range))
-    column = at.key() * decay
-    step = [jnp.exp2(exponents.row(r + h) - exponents.row(r)) for r in range(0, C, 2 * h)]
-    weight = jnp.concatenate([column, _lower_halves(column, step, h)], axis=0).astype(form.dtype)
+    key, G, cross_parts = at.key(), exponents.prefix, []
+    for r in range(0, C, 2 * h):
+        lower = jnp.exp2(exponents.row(r + h) - G[r : r + h] - form.half_range)
+        cross_parts += [lower, jnp.zeros_like(lower)]
+    cross = jnp.concatenate(cross_parts, axis=0)
+    weight = jnp.concatenate([key * decay, key * cross], axis=0).astype(form.dtype)
     left = jnp.concatenate(
         [jnp.concatenate([masked(s, 0), masked(s, 1)], axis=1) for s in (scores.a, scores.l)], axis=0
     )
@@ -328,19 +335,10 @@ def _inner_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores,
     seen, seen_column = rows.astype(jnp.float32), weight.astype(jnp.float32) * given
     sums.add(
         taken[:C] * row_decay,
-        taken[C:] * row_decay + (given[:C] + _lower_halves(given[C:], step, h)) * decay,
+        taken[C:] * row_decay + given[:C] * decay + given[C:] * cross,
         seen[C:] * taken[:C] + seen[:C] * taken[C:] - seen_column[:C] - seen_column[C:],
     )
     yield None
-
-
-def _lower_halves(x: Array, step: list[Array], h: int) -> Array:
-    """``x`` with the lower half of each block of 2 h rows multiplied by its step [1, K], zero in the upper half."""
-    parts = []
-    for b, s in enumerate(step):
-        lower = x[2 * h * b : 2 * h * b + h]
-        parts += [lower * s, jnp.zeros_like(lower)]
-    return jnp.concatenate(parts, axis=0)
 
 
 def _level(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums, m: int) -> Stage:
