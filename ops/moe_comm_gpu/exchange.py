@@ -76,6 +76,9 @@ class Exchange(abc.ABC):
     def _announce_refusal(self, error: Exception) -> None:  # noqa: B027 - a backend need not be able to
         """Lets the other ranks, which may wait for this one, know that it refuses to dispatch."""
 
+    def _abandon(self) -> None:  # noqa: B027 - a backend need not wait for anyone in close
+        """The caller's block failed, the other ranks may be anywhere: close must not wait for them."""
+
     def _return_scalars(self, handle: Handle, values: Tensor) -> Tensor:
         """Carries one float32 per row ``[N]`` to the choice it came from ``[T, J]``; 0 for dropped choices."""
         return autograd.return_scalars(self, handle, values)
@@ -208,6 +211,8 @@ class Exchange(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._abandon()
         self.close()
 
     # Steps without checks; gradients use them as well.

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.moe_comm_gpu import contract
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.contract import Config
-from ops.moe_comm_gpu.device.runtime import Runtime
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, Runtime
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
 from ops.moe_comm_gpu.kernels import checks, combine, dispatch
@@ -127,6 +127,10 @@ class KernelExchange(Exchange):
         )
 
     def _dispatch_send(self, request: DispatchRequest) -> Batch:
+        if request.tokens.device != self._runtime.device:
+            raise ValueError(
+                f"tokens: expected on {self._runtime.device}, got on {request.tokens.device}; move them there first"
+            )
         self._arrive("dispatch")
         self._raise_overflow()
         if self._agrees:
@@ -158,6 +162,7 @@ class KernelExchange(Exchange):
             row_type=_KERNEL_TYPES[request.row_dtype] if quantise else None,
             direct=self._direct,
         )
+        batch.buffers.busy = True
         return batch
 
     def _dispatch_recv(self, request: DispatchRequest, handle: Handle) -> None:
@@ -267,6 +272,10 @@ class KernelExchange(Exchange):
             if buffers.late_memory is not None:
                 self._runtime.free(buffers.late_memory)
             self._runtime.free(buffers.memory)
+        self._raise_overflow()  # of a last batch that no later call has looked at
+
+    def _abandon(self) -> None:
+        self._broken = True
 
     # Helpers.
 
@@ -279,14 +288,14 @@ class KernelExchange(Exchange):
 
     @contextlib.contextmanager
     def _between_ranks(self, call: str) -> Iterator[None]:
-        """Where ranks wait for one another. After an error there they disagree about what was sent, unless all of them
-        refused: nothing may follow but release.
+        """Where ranks wait for one another. After an error there they disagree about what was sent, unless it was
+        refused before: nothing may follow but release.
         """
         if self._broken:
             raise RuntimeError(f"{call}: an earlier call failed between the ranks; close the exchange, make a new one")
         try:
             yield
-        except ValueError:
+        except (ValueError, NotEnqueuedError):
             raise
         except BaseException as error:
             self._broken = True
@@ -301,7 +310,6 @@ class KernelExchange(Exchange):
 
     def _new_batch(self, layout: Layout) -> Batch:
         buffers = next(candidate for candidate in self._sets if not candidate.busy)
-        buffers.busy = True
         new = functools.partial(torch.empty, dtype=torch.int32, device=self._runtime.device)
         return Batch(
             buffers=buffers,

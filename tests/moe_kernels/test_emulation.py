@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ops.moe_comm_gpu import Config
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.emulation.launcher import run_processes
 from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime
@@ -202,3 +203,40 @@ def test_plain_stores_in_place_of_puts() -> None:
 def direct_exchange(config: Config, group: Any) -> Exchange:
     """An exchange that writes to other ranks with plain stores."""
     return Exchange(config, group, direct=True)
+
+
+def test_a_failed_block_closes_without_waiting_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def barrier(self: EmulatedRuntime) -> None:
+        raise AssertionError("waits for ranks that may be anywhere")
+
+    def failing_block() -> None:
+        with Exchange(Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8)):
+            monkeypatch.setattr(EmulatedRuntime, "barrier", barrier)
+            raise KeyError("the caller's own")
+
+    with pytest.raises(KeyError, match="the caller's own"):
+        failing_block()
+
+
+def test_a_refused_launch_leaves_the_exchange_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8)
+    tokens, ids = torch.ones(2, 8).bfloat16(), torch.zeros(2, 1, dtype=torch.int32)
+
+    def refused(*_: object, **__: object) -> None:
+        raise NotEnqueuedError("not now")
+
+    with Exchange(config) as exchange:
+        with monkeypatch.context() as patch:
+            patch.setattr(EmulatedRuntime, "launch", refused)
+            with pytest.raises(NotEnqueuedError):
+                exchange.dispatch(tokens, ids)
+        handle = exchange.dispatch(tokens, ids)
+        assert torch.equal(exchange.combine(handle, handle.rows, torch.ones(2, 1)), tokens)
+
+
+def test_a_last_batch_without_room_is_told_by_close() -> None:
+    config = Config(max_num_tokens=3, num_experts=1, experts_per_token=1, hidden=8, capacity=2)
+    exchange = Exchange(config)
+    exchange._overflow[0] = 3  # as a kernel leaves it that ends after the last call
+    with pytest.raises(ValueError, match="capacity: rank 0 received 3 rows of one expert, has room for 2"):
+        exchange.close()

@@ -82,23 +82,27 @@ def test_quantisation_on_the_way_equals_quantisation_before(
     dtype: torch.dtype, scale_block: int, in_kernel: bool
 ) -> None:
     config = Config(
-        max_num_tokens=3, num_experts=1, experts_per_token=1, hidden=10, in_dtype=dtype, scale_block=scale_block
+        max_num_tokens=5, num_experts=1, experts_per_token=1, hidden=10, in_dtype=dtype, scale_block=scale_block
     )
-    tokens = torch.from_numpy(moe_cases.random_floats((3, 10), 1)).bfloat16()
+    tokens = torch.from_numpy(moe_cases.random_floats((5, 10), 1)).bfloat16()
     tokens[1] = 0  # a block of zeros
     tokens[2, 0] = 1e6
+    tokens[3, 4], tokens[4, 5] = torch.nan, -torch.inf  # a row that is not finite must not arrive as one that is
     rows, scales = contract.quantise(tokens, dtype, scale_block)
 
     def host(exchange: KernelExchange) -> tuple[torch.Tensor, torch.Tensor]:
-        handle = exchange.dispatch(tokens, torch.zeros(3, 1, dtype=torch.int32))
+        handle = exchange.dispatch(tokens, torch.zeros(5, 1, dtype=torch.int32))
         exchange.combine(
-            handle, torch.zeros(config.num_local_experts, config.row_capacity, 10).bfloat16(), torch.ones(3, 1)
+            handle, torch.zeros(config.num_local_experts, config.row_capacity, 10).bfloat16(), torch.ones(5, 1)
         )
-        return handle.rows[0, :3], handle.scales[0, :3]
+        return handle.rows[0], handle.scales[0]
 
     ((got_rows, got_scales),) = ranks(config, host, quantise_in_kernel=in_kernel)
     assert torch.equal(got_scales, scales)
-    assert torch.equal(got_rows.view(torch.uint8), rows.view(torch.uint8))
+    nan = rows.float().isnan()
+    assert torch.equal(got_rows.float().isnan(), nan)
+    assert torch.equal(got_rows.view(torch.uint8)[~nan], rows.view(torch.uint8)[~nan])
+    assert nan.any()
 
 
 def test_a_bound_on_the_device_leaves_later_tokens_out() -> None:

@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import torch
 
 
+class NotEnqueuedError(RuntimeError):
+    """A launch or allocation was refused before anything was enqueued; what uses the runtime can go on."""
+
+
 class Runtime(Protocol):
     """One rank's view of a set of ranks with symmetric memory.
 

@@ -211,10 +211,12 @@ def _quantise(row_ptr: tl.tensor, token_ptr: tl.tensor, layout: tl.constexpr, ro
         element_index = block[:, None] * layout.scale_block + column[None, :]
         inside = (column < layout.scale_block)[None, :] & (element_index < layout.hidden)
         values = tl.load(token_ptr + element_index, mask=inside, other=0.0).to(tl.float32)
+        # Reductions and clamps may drop NaN, and a row that is not finite must not arrive as one that is.
+        has_nan = tl.max((values != values).to(tl.int32), axis=1) > 0
         peak = tl.max(tl.abs(values), axis=1)
-        scale = tl.where(peak > 0, tl.div_rn(peak, largest), 1.0)
+        scale = tl.where(has_nan, 1.0, tl.where(peak > 0, tl.div_rn(peak, largest), 1.0))
         scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
-        scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
+        scaled = tl.where(scaled != scaled, scaled, tl.minimum(tl.maximum(scaled, -largest), largest))
         tl.store(row_ptr.to(tl.pointer_type(row_type)) + element_index, scaled.to(row_type), mask=inside)
         tl.store(as_float32(row_ptr + layout.scales_offset) + block, scale, mask=block < layout.num_scales)
 

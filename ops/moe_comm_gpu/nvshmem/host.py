@@ -20,6 +20,7 @@ import torch.distributed as dist
 import triton
 
 from ops.moe_comm_gpu.device import watchdog
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError
 from ops.moe_comm_gpu.device.watchdog import timeout_error
 from ops.moe_comm_gpu.kernels.common import MAX_REGISTERS
 from ops.moe_comm_gpu.kernels.heap import VARIABLE, heap_bytes_wanted
@@ -32,6 +33,7 @@ _DEVICE_STATE = "nvshmemi_device_state_d"
 
 _initialised_for: tuple[int, int] | None = None  # rank, ranks
 _used_bytes = 0
+_finalised = False
 
 
 class NvshmemRuntime:
@@ -165,13 +167,13 @@ class NvshmemRuntime:
 
 def finalise() -> None:
     """Ends NVSHMEM in this process; every rank calls it, after everything that was allocated is freed."""
-    global _initialised_for
+    global _initialised_for, _finalised
     if _initialised_for is None:
         return
     torch.cuda.synchronize()
     triton.knobs.runtime.kernel_load_end_hook.remove(bind_module)
     _core().finalize()
-    _initialised_for = None
+    _initialised_for, _finalised = None, True
 
 
 def bind_module(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
@@ -213,7 +215,7 @@ class _Stream:
 def _refuse_capture(what: str) -> None:
     """Neither compiling a kernel nor allocating can be part of a graph."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
+        raise NotEnqueuedError(
             f"{what}, while a CUDA graph is captured; make the same dispatch and combine once before the capture"
         )
 
@@ -237,6 +239,9 @@ def _initialise(rank: int, num_ranks: int, device: torch.device, all_gather: Any
                 f"process, got rank {rank} of {num_ranks}; use the same process group, or finalise() first"
             )
         return
+    if _finalised:
+        # Loaded kernels keep the state of the NVSHMEM that is gone, and Triton does not load them again.
+        raise RuntimeError("nvshmem: finalised in this process already; start a new process to use it again")
     core = _core()
     cuda_device = importlib.import_module("cuda.core").Device(device.index)
     cuda_device.set_current()
