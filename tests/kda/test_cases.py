@@ -13,10 +13,18 @@ from ops import registry
 from ops.kda_tpu import kimi_delta_attention
 from reference import kda
 from tests.kda import harness
-from tests.kda.test_harness import DIFFERENTIABLE
+from tests.kda.test_harness import DIFFERENTIABLE, STATUS
 from tests.kda.tolerances import assert_close
 
-pytestmark = pytest.mark.parametrize("name", DIFFERENTIABLE)
+every_backend = pytest.mark.parametrize("name", DIFFERENTIABLE)
+#: Long runs: those of a backend that is here only on request, an interpreter, are left to `make test-all`.
+every_backend_at_length = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if STATUS[name].state == "usable" else pytest.mark.slow, id=name)
+        for name in DIFFERENTIABLE
+    ],
+)
 
 PER_TOKEN = ("query", "key", "value", "gate", "beta")
 
@@ -70,6 +78,7 @@ def check_all(
         assert_close(gradient, getattr(expected, key), "float32", key)
 
 
+@every_backend
 def test_a_later_token_never_changes_an_earlier_result(name: str) -> None:
     T, seen = 64, 20
     given = arrays(T)
@@ -87,6 +96,7 @@ def test_a_later_token_never_changes_an_earlier_result(name: str) -> None:
             np.testing.assert_array_equal(first[2][key][:, :, :seen], variant[2][key][:, :, :seen], err_msg=key)
 
 
+@every_backend
 @pytest.mark.slow
 def test_appended_tokens_change_nothing(name: str) -> None:
     long = arrays(64)
@@ -101,6 +111,7 @@ def test_appended_tokens_change_nothing(name: str) -> None:
         np.testing.assert_array_equal(a[2][key][:, :, :20], b[2][key][:, :, :20], err_msg=key)
 
 
+@every_backend_at_length
 def test_extreme_gates_stay_finite(name: str) -> None:
     T = 10
     d_output, d_state = np.ones((2, 1, T, 8)), np.ones((1, 1, 2, 8, 8))
@@ -112,6 +123,7 @@ def test_extreme_gates_stay_finite(name: str) -> None:
             assert np.isfinite(x).all(), (what, lower_bound, raw)
 
 
+@every_backend_at_length
 def test_decay_beyond_a_chunk_and_near_parallel_keys(name: str) -> None:
     T, K = 129, 8
     d_output = np.random.default_rng(1).standard_normal((2, 1, T, 8))
@@ -125,6 +137,7 @@ def test_decay_beyond_a_chunk_and_near_parallel_keys(name: str) -> None:
     np.testing.assert_allclose(output, K**-0.5 * given["value"], rtol=1e-4, atol=1e-5)
 
 
+@every_backend
 def test_empty_segments_rows_behind_the_last_and_padding_only(name: str) -> None:
     T, N = 10, 4
     random = np.random.default_rng(3)
@@ -155,6 +168,7 @@ def test_empty_segments_rows_behind_the_last_and_padding_only(name: str) -> None
         np.testing.assert_array_equal(gradients["initial_state"], d_state.astype(np.float32))
 
 
+@every_backend_at_length
 def test_slow_decay_over_many_tokens(name: str) -> None:
     """Equal gates round alike at every token: an error that adds up is one that grows with T."""
     T = 4096
@@ -167,6 +181,7 @@ def test_slow_decay_over_many_tokens(name: str) -> None:
     assert_close(output, expected_output, "float32", "output")
 
 
+@every_backend
 def test_concrete_arrays_inside_a_traced_function(name: str) -> None:
     """A caller's jitted function may close over some arguments; they are concrete, but what is done to them is not."""
     given = {key: jnp.asarray(x, jnp.float32) for key, x in arrays(5).items()}
@@ -181,6 +196,7 @@ def test_concrete_arrays_inside_a_traced_function(name: str) -> None:
         jax.jit(lambda query: kimi_delta_attention(query, **wrong, backend=name)[0])(query)
 
 
+@every_backend
 def test_no_tokens_at_all(name: str) -> None:
     state = np.random.default_rng(0).standard_normal((1, 3, 2, 8, 8)).astype(np.float32)
     empty = {key: x.astype(np.float32) for key, x in arrays(0).items()}
@@ -190,6 +206,7 @@ def test_no_tokens_at_all(name: str) -> None:
     np.testing.assert_array_equal(final_state, state)
 
 
+@every_backend
 @pytest.mark.slow
 @pytest.mark.parametrize("V", [128, 256])
 @pytest.mark.parametrize("K", [64, 128])

@@ -21,7 +21,7 @@ DIFFERENTIABLE = [name for name in USABLE if name not in ON_HOST]
 
 def examples(name: str) -> int:
     """Fewer for a backend that is here only on request: it is slow (an interpreter)."""
-    return 12 if STATUS[name].state == "usable" else 3
+    return 12 if STATUS[name].state == "usable" else 2
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
