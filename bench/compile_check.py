@@ -152,33 +152,61 @@ class _Recorder:
 #: Variants of the exchange at the size the published figures are for: 128 tokens, 8 of 256 experts, 8 ranks.
 PRODUCTION = Config(max_num_tokens=128, num_experts=256, experts_per_token=8, hidden=7168, world_size=8)
 _FP8 = {"in_dtype": torch.float8_e4m3fn, "scale_block": 128}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "per_rank": {},
-    "per_rank direct": {"direct": True},
-    "per_rank fp8": {"config": _FP8},
-    "per_rank quantise": {"config": _FP8, "quantise": True},
-    "per_expert": {"config": {"mode": "per_expert"}},
-    "per_expert fp8": {"config": {"mode": "per_expert", **_FP8}},
+_CONTIGUOUS = {"dp_size": 2, "layout": "contiguous", "row_multiple": 128}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one dispatch and combine uses.
+
+    Attributes:
+        config: changes to :data:`PRODUCTION`.
+        direct: stores through peer pointers (NVLink) rather than puts.
+        quantise: dispatch rounds 16-bit tokens to fp8.
+        weights_late: weights come with combine.
+        every_option: a bound on the tokens, a bias, and a sum added to what ``out`` holds.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    direct: bool = False
+    quantise: bool = False
+    weights_late: bool = False
+    every_option: bool = False
+
+
+VARIANTS: dict[str, Variant] = {
+    "per_rank": Variant(),
+    "per_rank direct": Variant(direct=True),
+    "per_rank fp8": Variant(_FP8),
+    "per_rank quantise": Variant(_FP8, quantise=True),
+    "per_rank contiguous": Variant(_CONTIGUOUS, weights_late=True, every_option=True),
+    "per_expert": Variant({"mode": "per_expert"}),
+    "per_expert direct": Variant({"mode": "per_expert"}, direct=True),
+    "per_expert fp8": Variant({"mode": "per_expert", **_FP8}),
+    "per_expert contiguous": Variant({"mode": "per_expert", **_CONTIGUOUS}, weights_late=True, every_option=True),
 }
 
 
-def record(
-    variant: str, *, config: dict[str, Any] | None = None, direct: bool = False, quantise: bool = False
-) -> list[Launch]:
-    """The launches of one dispatch and combine at production size."""
-    full = replace(PRODUCTION, **(config or {}))
-    runtime = _Recorder(full.rank, full.world_size, variant)
-    exchange = KernelExchange(full, runtime, direct=direct)
-    rows = torch.bfloat16 if quantise else full.in_dtype
-    tokens = torch.zeros(full.max_num_tokens, full.hidden, dtype=rows)
-    choices = (full.max_num_tokens, full.experts_per_token)
-    scales = None
-    if full.scale_block and not quantise:
-        scales = torch.zeros(full.max_num_tokens, -(-full.hidden // full.scale_block))
-    handle = exchange.dispatch(
-        tokens, torch.zeros(choices, dtype=torch.int32), weights=torch.zeros(choices), scales=scales
+def record(name: str) -> list[Launch]:
+    """The launches of one dispatch and combine of a variant at production size."""
+    variant = VARIANTS[name]
+    config = replace(PRODUCTION, **variant.config)
+    runtime = _Recorder(config.rank, config.world_size, name)
+    exchange = KernelExchange(config, runtime, direct=variant.direct)
+    tokens = torch.zeros(
+        config.max_num_tokens, config.hidden, dtype=torch.bfloat16 if variant.quantise else config.in_dtype
     )
-    exchange.combine(handle, torch.empty(handle.rows.shape, dtype=full.out_dtype))
+    ids = torch.zeros(config.max_num_tokens, config.experts_per_token, dtype=torch.int32)
+    weights, late = torch.zeros(ids.shape), variant.weights_late
+    scales = (
+        torch.zeros(config.max_num_tokens, config.num_scales) if config.num_scales and not variant.quantise else None
+    )
+    bound = torch.ones(1, dtype=torch.int32) if variant.every_option else None
+    handle = exchange.dispatch(tokens, ids, weights=None if late else weights, scales=scales, bound=bound)
+    rows = torch.empty(handle.rows.shape, dtype=config.out_dtype)
+    out = torch.zeros(config.max_num_tokens, config.hidden, dtype=config.out_dtype)
+    extra = {"out": out, "accumulate": True, "bias": torch.zeros_like(out)} if variant.every_option else {}
+    exchange.combine(handle, rows, weights if late else None, **extra)
     return runtime.launches
 
 
@@ -269,7 +297,7 @@ def _accesses(code: str) -> tuple[dict[int, int], dict[int, int]]:
 def check(variants: Iterable[str], architectures: Iterable[int]) -> Iterator[Report]:
     """The report of every kernel of every variant for every architecture that can run it."""
     for variant in variants:
-        for launch in record(variant, **VARIANTS[variant]):
+        for launch in record(variant):
             for arch in architectures:
                 if _runs_on(launch, arch):
                     yield compile_launch(launch, arch)

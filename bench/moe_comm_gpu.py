@@ -43,7 +43,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20, help="rounds that count")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rounds of a section")
     parser.add_argument(
-        "--arch", type=int, nargs="+", default=[90], help="GPU architectures to compile for, 90 for sm_90"
+        "--arch", type=int, nargs="+", default=[80, 90, 100], help="GPU architectures to compile for, 90 for sm_90"
     )
     parser.add_argument("--out", default="out", help="folder for the JSON lines")
     return parser.parse_args(arguments)

@@ -19,7 +19,7 @@ def test_spills_are_seen_where_registers_run_out(monkeypatch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_exchange_launches_the_four_kernels_in_order(variant):
-    launches = record(variant, **VARIANTS[variant])
+    launches = record(variant)
     assert tuple(launch.label for launch in launches) == KERNELS
     assert all(set(launch.kernel.arg_names) == set(launch.arguments) for launch in launches)
 
