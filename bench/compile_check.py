@@ -205,7 +205,9 @@ def record(name: str) -> list[Launch]:
     handle = exchange.dispatch(tokens, ids, weights=None if late else weights, scales=scales, bound=bound)
     rows = torch.empty(handle.rows.shape, dtype=config.out_dtype)
     out = torch.zeros(config.max_num_tokens, config.hidden, dtype=config.out_dtype)
-    extra = {"out": out, "accumulate": True, "bias": torch.zeros_like(out)} if variant.every_option else {}
+    extra: dict[str, Any] = (
+        {"out": out, "accumulate": True, "bias": torch.zeros_like(out)} if variant.every_option else {}
+    )
     exchange.combine(handle, rows, weights if late else None, **extra)
     return runtime.launches
 
