@@ -106,6 +106,12 @@ def quantities(profiled: Profiled, base: Report | None) -> dict[str, float]:
     return found
 
 
+def with_base(names: Sequence[str]) -> list[str]:
+    """``names``, and before them the base case if a target of theirs is a ratio to it."""
+    ratios = any(t.case in names and BASE_CASE in t.quantity for t in TARGETS)
+    return [BASE_CASE, *names] if ratios and BASE_CASE not in names else list(names)
+
+
 def target_rows(profiles: Iterable[Profiled], targets: Iterable[Target] = TARGETS) -> list[dict[str, object]]:
     """One row per target whose case was profiled: estimate, must, aim, peer, verdict."""
     profiles = list(profiles)
@@ -170,7 +176,7 @@ def run(names: Sequence[str], chips: Sequence[str], path: str, options: Options)
     about = timing.environment(kind=profile_report.DISCLAIMER, layouts=layouts)
     print(timing.header("KDA kernels, static profile", about), flush=True)
     profiles: list[Profiled] = []
-    for profiled in profile_all(names, chips, options):
+    for profiled in profile_all(with_base(names), chips, options):
         profiles.append(profiled)
         print(f"\n{show(profiled)}", flush=True)
     rows = target_rows(profiles)

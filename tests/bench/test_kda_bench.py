@@ -87,6 +87,12 @@ def test_ratios_compare_with_the_base_case_of_the_same_chip():
     assert (row["chip"], row["estimate"], row["reached"]) == ("v6e", 1.2, "must")
 
 
+def test_a_case_with_a_ratio_for_a_target_brings_the_base_along():
+    assert kda_static.with_base(["softplus", "remat"]) == ["seed-fixed", "softplus", "remat"]
+    assert kda_static.with_base(["few-heads", "seed-fixed"]) == ["few-heads", "seed-fixed"]
+    assert kda_static.with_base(["remat"]) == ["remat"]
+
+
 def test_a_refused_program_fails_its_targets():
     profiled = kda_static.Profiled(CASES["remat"], "v6e", None, "CompilationError: no")
     (row,) = kda_static.target_rows([profiled], [Target("remat", "v6e", "ms", 1.6)])
