@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 SubBlock = Literal["clamped", "tree"]
+Backward = Literal["fused", "split"]
 
 CHUNK = 64
 MAX_KEY_DIM = 256
@@ -43,6 +44,7 @@ class Config:
         sub_block: how the decay is split inside 16-row blocks: ``"clamped"`` (one tree level, then clamped anchors
             every 8 rows) or ``"tree"`` (binary tree down to single rows, exact, more work).
         rematerialize_for_backward: recompute what the backward needs instead of saving it.
+        backward: ``"fused"`` for one kernel, ``"split"`` for three that pass their intermediates through HBM.
         chunk: tokens a chunk.
     """
 
@@ -51,6 +53,7 @@ class Config:
     backward_heads_per_step: int | None = None
     sub_block: SubBlock = "clamped"
     rematerialize_for_backward: bool = False
+    backward: Backward = "fused"
     chunk: int = CHUNK
 
     @property
@@ -146,8 +149,12 @@ def why_illegal(config: Config, shape: ProblemShape, chip: str | None = None) ->
     for name, heads in (("heads_per_step", config.heads_per_step), ("backward_heads_per_step", config.backward_heads)):
         if heads < 1 or shape.heads % heads:
             return f"{name}: expected a divisor of the {shape.heads} heads, got {heads}"
-    if config.sub_block not in get_args(SubBlock):
-        return f"sub_block: expected one of {get_args(SubBlock)}, got {config.sub_block!r}"
+    for name, value, choices in (
+        ("sub_block", config.sub_block, get_args(SubBlock)),
+        ("backward", config.backward, get_args(Backward)),
+    ):
+        if value not in choices:
+            return f"{name}: expected one of {choices}, got {value!r}"
     if not 1 <= shape.key_dim <= MAX_KEY_DIM:
         return f"key dimension: expected 1 to {MAX_KEY_DIM}, got {shape.key_dim}; use the 'xla' backend"
     limit = vmem_limit_bytes(chip)
