@@ -139,7 +139,7 @@ class _Recorder:
 
     def barrier(self) -> None: ...
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, what: str = "all_gather") -> list[Any]:
         # The other ranks would say the same, each beginning with its own number where one does.
         numbered = isinstance(value, tuple) and value[0] == self.my_pe
         return [(rank, *value[1:]) if numbered else value for rank in range(self.n_pes)]

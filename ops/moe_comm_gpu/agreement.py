@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ops.moe_comm_gpu.contract import Config, first_difference
+from ops.moe_comm_gpu.contract import Config, check_same_fields
+from ops.moe_comm_gpu.device import watchdog
 
 _C10D: Any = dist.distributed_c10d
 _opened: defaultdict[str, int] = defaultdict(int)  # exchanges made so far by this process, per set of ranks
@@ -49,7 +53,8 @@ class Ledger:
         self._store.set(self._key("config"), json.dumps(own))
         self._await_everyone()
         _opened[members] += 1  # not before, so that a rank which gave up waiting can try again
-        self._compare(own)
+        check_same_fields([json.loads(self._store.get(self._key("config", rank))) for rank in range(self.world_size)],
+                          self.rank)  # fmt: skip
         for entry in ("config", "call", "refusal"):  # every rank is past its previous exchange's beginning by now
             self._store.delete_key(f"{previous}/{entry}/{self.rank}")
 
@@ -75,12 +80,9 @@ class Ledger:
         _, reason = self._read("refusal", ranks[0]) or (0, "for an unknown reason")
         raise PeerError(f"rank {ranks[0]} refused this call, so no rank sent anything: {reason}")
 
-    def explain(self, call: str, cause: Exception) -> Exception:
-        """The error for a wait that failed: who is missing or elsewhere, as far as the store knows."""
-        try:
-            seen = {rank: self._read("call", rank) for rank in range(self.world_size) if rank != self.rank}
-        except Exception as error:  # noqa: BLE001 - the store dies with the process that holds it
-            return TimeoutError(f"{call}: {cause}; the process that holds the store is gone as well ({error})")
+    def absentees(self, call: str) -> Exception | None:
+        """The error that the other ranks' absence from the present call stands for; None if all have come to it."""
+        seen = {rank: self._read("call", rank) for rank in range(self.world_size) if rank != self.rank}
         late = [rank for rank, at in seen.items() if at is None or at[0] < self.calls]
         if late:
             where = ", ".join(f"rank {rank} ({_whereabouts(seen[rank])})" for rank in late)
@@ -91,29 +93,24 @@ class Ledger:
             return RuntimeError(
                 f"{call}, call {self.calls}: every rank must make the same calls in the same order: {where}"
             )
-        return RuntimeError(f"{call}, call {self.calls}: every rank arrived, but the transfer failed: {cause}")
+        return None
+
+    def explain(self, call: str, cause: Exception) -> Exception:
+        """The error for a transfer that failed: who is missing or elsewhere, as far as the store knows."""
+        try:
+            absent = self.absentees(call)
+        except Exception as error:  # noqa: BLE001 - the store dies with the process that holds it
+            return TimeoutError(f"{call}: {cause}; the process that holds the store is gone as well ({error})")
+        return absent or RuntimeError(
+            f"{call}, call {self.calls}: every rank arrived, but the transfer failed: {cause}"
+        )
 
     def _await_everyone(self) -> None:
-        missing = []
-        patience = timedelta(seconds=self.timeout_s)
-        for rank in range(self.world_size):
-            try:
-                self._store.wait([self._key("config", rank)], patience)
-            except RuntimeError:  # DistStoreError and its likes
-                missing.append(rank)
-                patience = timedelta(milliseconds=10)  # the others had the same time
+        keys = [self._key("config", rank) for rank in range(self.world_size)]
+        missing = _missing_ranks(self._store, keys, self.timeout_s)
         if missing:
             absent = ", ".join(f"rank {rank}" for rank in missing)
             raise TimeoutError(f"making the exchange: did not arrive within {self.timeout_s:g} s: {absent}")
-
-    def _compare(self, own: dict[str, str]) -> None:
-        for rank in range(self.world_size):
-            difference = first_difference(own, json.loads(self._store.get(self._key("config", rank))))
-            if difference is not None:
-                raise ValueError(
-                    f"config: expected the same on every rank, got between rank {self.rank} (here) and rank {rank} "
-                    f"(there) {difference}"
-                )
 
     def _key(self, entry: str, rank: int | None = None) -> str:
         return f"{self._page}/{entry}/{self.rank if rank is None else rank}"
@@ -121,6 +118,60 @@ class Ledger:
     def _read(self, entry: str, rank: int) -> Any:
         key = self._key(entry, rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+class Meetings:
+    """Where hosts wait for one another: every rank brings a small value and gets everyone's.
+
+    Args:
+        store: for these meetings alone.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self._number = 0
+
+    def gather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        """Each rank's ``value``, by rank.
+
+        Args:
+            value: small, picklable.
+            what: the ranks meet for, for the error.
+            timeout_s: limit; 0 for none.
+
+        Raises:
+            WaitTimeoutError: a rank did not come in time; names it.
+        """
+        self._number += 1
+        self._store.set(f"{self._number}/{self.rank}", pickle.dumps(value))
+        keys = [f"{self._number}/{rank}" for rank in range(self.world_size)]
+        missing = _missing_ranks(self._store, keys, timeout_s)
+        if missing:
+            raise watchdog.absence_error(self.rank, what, missing, timeout_s)
+        values = [pickle.loads(self._store.get(key)) for key in keys]
+        if self._number > 1:  # whoever came to this meeting has read what was brought to the last one
+            self._store.delete_key(f"{self._number - 1}/{self.rank}")
+        return values
+
+
+def _missing_ranks(store: Any, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """The ranks whose key is not there after ``timeout_s``, or never if that is 0.
+
+    Raises:
+        RuntimeError: the store itself fails.
+    """
+    missing = []
+    deadline = time.monotonic() + (timeout_s or timedelta(days=365).total_seconds())
+    for rank, key in enumerate(keys):
+        try:
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        except RuntimeError:  # kinds of stores have kinds of errors for a wait that ends
+            if time.monotonic() < deadline:
+                raise
+            missing.append(rank)
+    return missing
 
 
 def check_group(config: Config, group: Any) -> None:

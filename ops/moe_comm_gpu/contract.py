@@ -205,12 +205,20 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """The first of two ranks' :meth:`Config.shared_fields` that differs, as ``"name: own here, other there"``."""
-    for name in own | other:
-        if own.get(name) != other.get(name):
-            return f"{name}: {own.get(name)} here, {other.get(name)} there"
-    return None
+def check_same_fields(fields: Sequence[dict[str, str]], rank: int = 0) -> None:
+    """The single statement that configurations agree: every rank's :meth:`Config.shared_fields`, seen from ``rank``.
+
+    Raises:
+        ValueError: a rank's differ from those of ``rank``.
+    """
+    own = fields[rank]
+    for other, theirs in enumerate(fields):
+        name = next((name for name in own | theirs if own.get(name) != theirs.get(name)), None)
+        if name is not None:
+            raise ValueError(
+                f"config: expected the same on every rank, got between rank {rank} (here) and rank {other} (there) "
+                f"{name}: {own.get(name)} here, {theirs.get(name)} there"
+            )
 
 
 def check_tensor(

@@ -38,34 +38,24 @@ class Exchange(KernelExchange):
         direct: bool = False,
         heap_bytes: int | None = None,
     ) -> None:
-        self._ledger = Ledger(config, group) if config.world_size > 1 else None
+        ledger = Ledger(config, group) if config.world_size > 1 else None
         if heap_bytes is None:
             heap_bytes = heap_bytes_wanted() or most_symmetric_bytes(config) + _SLACK_BYTES
-        path = self._shared_path(heap_bytes)
+        path = _shared_path(ledger, heap_bytes)
         try:
             runtime = EmulatedRuntime(config.rank, config.world_size, path, timeout_s=config.timeout_s)
-            super().__init__(config, runtime, num_programs=num_programs, direct=direct)
+            super().__init__(config, runtime, ledger=ledger, num_programs=num_programs, direct=direct)
         finally:
             if config.rank == 0:
                 Path(path).unlink(missing_ok=True)
 
-    def _shared_path(self, heap_bytes: int) -> str:
-        """The heap's file, made by rank 0."""
-        if self._ledger is None:
-            return create_heap_file(1, heap_bytes)
-        store = self._ledger.store("heap")
-        if self._ledger.rank == 0:
-            store.set("path", create_heap_file(self._ledger.world_size, heap_bytes))
-        path: bytes = store.get("path")
-        return path.decode()
 
-    def _arrive(self, call: str) -> None:
-        if self._ledger is not None:
-            self._ledger.arrive(call)
-
-    def _explained(self, call: str, error: Exception) -> Exception:
-        """Names the ranks that did not come, beside what was awaited."""
-        if self._ledger is None:
-            return error
-        explained = self._ledger.explain(call, error)
-        return type(explained)(f"{explained}; {error}")
+def _shared_path(ledger: Ledger | None, heap_bytes: int) -> str:
+    """The heap's file, made by rank 0."""
+    if ledger is None:
+        return create_heap_file(1, heap_bytes)
+    store = ledger.store("heap")
+    if ledger.rank == 0:
+        store.set("path", create_heap_file(ledger.world_size, heap_bytes))
+    path: bytes = store.get("path")
+    return path.decode()

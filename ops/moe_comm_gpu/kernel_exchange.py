@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.moe_comm_gpu import contract
+from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, Runtime
@@ -73,6 +74,7 @@ class KernelExchange(Exchange):
     Args:
         config: equal on every rank but for the rank.
         runtime: what runs the kernels; its ranks are those of the config.
+        ledger: of the ranks' hosts; None if they have none, for a world of one or a simulation.
         num_programs: programs of each kernel; None takes as many as are resident at once, more are refused.
         direct: write to other ranks with plain stores in place of puts; every rank must be within their reach.
         quantise_in_kernel: whether the hardware converts to fp8 (sm_89 or newer); else torch quantises before the send.
@@ -91,12 +93,17 @@ class KernelExchange(Exchange):
         config: Config,
         runtime: Runtime,
         *,
+        ledger: Ledger | None = None,
         num_programs: int | None = None,
         direct: bool = False,
         quantise_in_kernel: bool = True,
     ) -> None:
         super().__init__(config)
         self._runtime = runtime
+        # Where hosts meet in every dispatch they note each call too, for the words of errors. Elsewhere the kernels'
+        # waits name who is missing, and the one process with the store is spared every call of every rank.
+        self._ledger = ledger if self._agrees else None
+        self._call = "making the exchange"
         self._broken = False
         self._direct = direct
         self._quantise_in_kernel = quantise_in_kernel
@@ -280,11 +287,18 @@ class KernelExchange(Exchange):
     # Helpers.
 
     def _arrive(self, call: str) -> None:
-        """Notes that this rank has come to its next call; for the words of an error elsewhere."""
+        """Notes that this rank has come to its next call; for the words of an error here and elsewhere."""
+        self._call = call
+        if self._ledger is not None:
+            self._ledger.arrive(call)
 
-    def _explained(self, call: str, error: Exception) -> Exception:
-        """The error to raise for a wait that took too long."""
-        return error
+    def _explained(self, error: WaitTimeoutError) -> Exception:
+        """The error to raise for a wait that took too long: with the ranks that did not come, if any are known."""
+        found = None
+        if self._ledger is not None:
+            with contextlib.suppress(RuntimeError):  # the store dies with the process that holds it
+                found = self._ledger.absentees(self._call)
+        return error if found is None else type(found)(f"{found}; {error}")
 
     @contextlib.contextmanager
     def _between_ranks(self, call: str) -> Iterator[None]:
@@ -300,7 +314,7 @@ class KernelExchange(Exchange):
         except BaseException as error:
             self._broken = True
             if isinstance(error, WaitTimeoutError):
-                raise self._explained(call, error) from error
+                raise self._explained(error) from error
             raise
 
     def _launch(self, kernel: object, label: str, *args: object, **constants: object) -> None:

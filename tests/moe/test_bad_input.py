@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ops.moe_comm_gpu.batch import RowTensors
 from ops.moe_comm_gpu.contract import Config
-from ops.moe_comm_gpu.exchange import open_exchange
+from ops.moe_comm_gpu.emulation.operations import drop
+from ops.moe_comm_gpu.exchange import Exchange, open_exchange
+from ops.moe_comm_gpu.kernel_exchange import KernelExchange
 from tests.moe import harness
 from tests.moe.workers import workers
 
 CONFIG = Config(max_num_tokens=4, num_experts=4, experts_per_token=2, hidden=16)
 PAIR = replace(CONFIG, world_size=2, timeout_s=20)
 BACKENDS = harness.usable_backends()
-GATHERING = [name for name in BACKENDS if name in ("torch", "reference")]  # that hear of a refusal without being asked
+GATHERING = [name for name in BACKENDS if name != "nvshmem"]  # that hear of a refusal without being asked
 
 
 def good() -> dict[str, Any]:
@@ -243,26 +247,33 @@ def test_configurations_that_differ_are_an_error_on_every_rank(backend, changes)
     assert all(f"{name}: " in report for report in reports)
 
 
+def _shorten(exchange: Exchange, seconds: float) -> None:
+    """Changes the limit of this rank's waits, which until now were for ranks that surely come."""
+    if isinstance(exchange, KernelExchange):
+        exchange._runtime.set_timeout(seconds)
+        exchange._ledger.timeout_s = seconds
+    else:
+        exchange._ranks._ledger.timeout_s = seconds
+        exchange._ranks._host._set_default_timeout(timedelta(seconds=seconds))
+
+
 def _late(rank: int, group: Any, backend: str, absent: str) -> tuple[str, float]:
-    """Rank 1 leaves out a step; what rank 0 hears, and after how long."""
-    config = replace(PAIR, rank=rank, timeout_s=1.0)
-    started = time.perf_counter()
-    if (rank, absent) == (1, "making the exchange"):
-        return "", 0
-    try:
-        with open_exchange(config, backend, group=group) as exchange:
-            if (rank, absent) == (1, "dispatch"):
-                time.sleep(2)
-                return "", 0
-            handle = exchange.dispatch(**good(), weights=torch.ones(3, 2))
-            if (rank, absent) == (1, "combine"):
-                time.sleep(2)
-                return "", 0
-            started = time.perf_counter()
-            exchange.combine(handle, handle.rows)
-    except TimeoutError as error:
-        return str(error), time.perf_counter() - started
-    return "completed", 0
+    """Rank 1 leaves out a call, and goes on once rank 0 has given up; what rank 0 hears, and after how long."""
+    exchange = open_exchange(replace(PAIR, rank=rank), backend, group=group)
+    weights = torch.ones(3, 2)
+    handle = exchange.dispatch(**good(), weights=weights) if absent == "combine" else None
+    dist.barrier(group)
+    report, started = "", time.perf_counter()
+    if rank == 0:
+        _shorten(exchange, 1.0)
+        with pytest.raises(TimeoutError) as caught:
+            exchange.combine(handle, handle.rows) if handle else exchange.dispatch(**good(), weights=weights)
+        report = str(caught.value)
+    waited = time.perf_counter() - started
+    dist.barrier(group)
+    exchange._abandon()
+    exchange.close()
+    return report, waited
 
 
 @pytest.mark.parametrize("backend", GATHERING)
@@ -272,7 +283,29 @@ def test_a_rank_that_never_comes_is_named(backend, absent):
     assert absent in report
     assert "did not arrive within 1 s: rank 1 (" in report
     assert ("has made no call yet" if absent == "dispatch" else "last seen at dispatch, call 1") in report
-    assert waited < 5
+    assert waited < PAIR.timeout_s
+
+
+def _rows_lost(rank: int, group: Any) -> str:
+    """Rank 1 comes to combine, but its rows do not."""
+    with open_exchange(replace(PAIR, rank=rank), "nvshmem_emulated", group=group) as exchange:
+        handle = exchange.dispatch(**good(), weights=torch.ones(3, 2))
+        if rank == 1:
+            exchange._runtime._fault = drop(lambda o: o.kind == "put" and o.pe == 0)
+        pending = exchange.combine_send(handle, handle.rows)
+        dist.barrier(group)
+        if rank == 0:
+            exchange._runtime.set_timeout(0.5)
+            with pytest.raises(TimeoutError) as caught:
+                exchange.combine_recv(pending)
+        exchange._abandon()
+    return str(caught.value) if rank == 0 else ""
+
+
+def test_where_every_rank_has_come_the_wait_itself_is_told():
+    report, _ = workers().run(_rows_lost, [()] * 2)
+    assert "combine receive: rows: waits for its peers (signal is" in report
+    assert "did not arrive" not in report
 
 
 def _absent_from_the_start(rank: int, group: Any) -> str:
@@ -295,19 +328,22 @@ def test_a_late_rank_with_nothing_to_send_completes_the_exchange():
 
 
 def _other_call(rank: int, group: Any) -> str:
-    config = replace(PAIR, rank=rank, timeout_s=1.0)
-    with open_exchange(config, "torch", group=group) as exchange:
+    with open_exchange(replace(PAIR, rank=rank), "torch", group=group) as exchange:
         handle = exchange.dispatch(**good())
-        try:
-            if rank == 0:
-                exchange.dispatch(**good())
-            else:
-                exchange.combine(handle, handle.rows, torch.ones(3, 2))
-        except (TimeoutError, RuntimeError) as error:
-            with pytest.raises(RuntimeError, match="failed before and can only be closed"):
-                exchange.dispatch(**good())
-            return str(error)
-    return "completed"
+        _shorten(exchange, 1.0)
+        arrive = exchange._ranks.arrive
+
+        def together(call: str) -> None:
+            arrive(call)
+            dist.barrier(group)
+
+        exchange._ranks.arrive = together
+        with pytest.raises((TimeoutError, RuntimeError)) as caught:
+            exchange.combine(handle, handle.rows, torch.ones(3, 2)) if rank else exchange.dispatch(**good())
+        exchange._ranks.arrive = arrive
+        with pytest.raises(RuntimeError, match="failed before and can only be closed"):
+            exchange.dispatch(**good())
+    return str(caught.value)
 
 
 def test_ranks_in_different_calls_are_told_apart():

@@ -25,6 +25,11 @@ def _wait_only(signal, target, watchdog_block, out):
 
 
 @triton.jit
+def _wait_for_any(signal, target, watchdog_block, flags, out):
+    triton.language.store(out, dev.wait_ge(signal, target, watchdog_block, 3, -1, flags, target, 2))
+
+
+@triton.jit
 def _put_only(destination, source, signal, pe):
     dev.put_signal_nbi(destination, source, 64, signal, 2, dev.SIGNAL_SET, pe)
 
@@ -81,6 +86,14 @@ def test_a_wait_acquires_at_system_scope_has_a_limit_and_traps():
     _position(
         text, "acquire", r"%globaltimer", rf"\+{8 * watchdog.OPERATION}\]", rf"\+{8 * watchdog.EXPIRED}\], 1", "trap"
     )
+
+
+def test_flags_are_only_read_once_the_time_is_over():
+    text = ptx(_wait_for_any)
+    flag_loads = [match.start() for match in re.finditer(r"ld\.volatile\.global\.b64", text)]
+    assert len(flag_loads) >= 3, text  # the limit, and two flags
+    assert len([position for position in flag_loads if position < text.rindex("%globaltimer")]) == 1
+    _position(text, "%globaltimer", r"ld\.volatile\.global\.b64", rf"\+{8 * watchdog.AWAITED}\]", "trap")
 
 
 def test_a_put_is_one_call_of_the_library_by_the_whole_block():

@@ -79,77 +79,66 @@ def test_dispatch_and_combine_of_16_tokens_by_4_processes_within_two_seconds() -
     assert max(run_processes(4, _timed_rounds)) < LIMIT_S
 
 
-def _rounds_of_all_sizes(rank: int, group: Any, number: int) -> None:
+def _all_sizes(number: int) -> list[Case]:
     shape = replace(moe_cases.SHAPES["two_ranks"], hidden=16)
     case = full(shape, weights_early=True)
-    with Exchange(case.config(rank), group, num_programs=1) as exchange:
-        for call in range(number):
-            sizes = tuple((call + 3 * member) % (shape.max_num_tokens + 1) for member in range(2))
-            present = replace(case, num_tokens=sizes, seed=call)
-            (seen,) = harness._observe_rank(rank, exchange, present, f"{opened.__module__}:opened")
-            harness._check_rows(present, 0, _world(present), rank, seen)
+    counts = range(shape.max_num_tokens + 1)
+    return [
+        replace(case, num_tokens=tuple(counts[(call + 3 * member) % len(counts)] for member in range(2)), seed=call)
+        for call in range(number)
+    ]
 
 
-def _world(case: Case) -> Any:
-    from reference import moe
-
-    return moe.World(case.shape.world_size, case.shape.expert_rank, case.shape.dp_size)
+def _rounds(rank: int, group: Any, cases: list[Case]) -> list[list[harness.Observation]]:
+    with Exchange(cases[0].config(rank), group, num_programs=1) as exchange:
+        return [harness._observe_rank(rank, exchange, case, f"{opened.__module__}:opened") for case in cases]
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_calls_on_one_buffer_with_changing_numbers_of_tokens(number: int) -> None:
-    harness.workers().run(_rounds_of_all_sizes, [(number,)] * 2, timeout_s=500)
+    cases = _all_sizes(number)
+    by_rank = harness.workers().run(_rounds, [(cases,)] * 2, timeout_s=500)
+    for case, *seen in zip(cases, *by_rank, strict=True):
+        harness.check(case, seen)
+
+
+PAIR = Config(max_num_tokens=1, num_experts=2, experts_per_token=1, hidden=8, world_size=2, num_buffer_sets=2)
 
 
 def _skips_combine(runtime: EmulatedRuntime) -> str:
-    config = Config(
-        max_num_tokens=1,
-        num_experts=2,
-        experts_per_token=1,
-        hidden=8,
-        world_size=2,
-        rank=runtime.my_pe,
-        num_buffer_sets=2,
-        timeout_s=1.5,
-    )
-    exchange = KernelExchange(config, runtime, num_programs=1)
+    """Rank 1 leaves after its dispatch; what rank 0 hears then."""
+    exchange = KernelExchange(replace(PAIR, rank=runtime.my_pe), runtime, num_programs=1)
     tokens, ids = torch.ones(1, 8).bfloat16(), torch.tensor([[1 - runtime.my_pe]])
     handle = exchange.dispatch(tokens, ids, weights=torch.ones(1, 1))
     if runtime.my_pe == 1:
-        time.sleep(2.5)
         return ""
+    runtime.set_timeout(1.0)
     with pytest.raises(WaitTimeoutError) as caught:
         exchange.combine(handle, handle.rows)
     with pytest.raises(RuntimeError, match="earlier call failed"):
         exchange.dispatch(tokens, ids)
-    start = time.monotonic()
-    exchange.close()
-    assert time.monotonic() - start < 1, "closing waits for ranks that are elsewhere"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedRuntime, "barrier", _waits_for_nobody)
+        exchange.close()
     return str(caught.value)
+
+
+def _waits_for_nobody(self: EmulatedRuntime) -> None:
+    raise AssertionError("waits for ranks that may be anywhere")
 
 
 def test_a_wait_that_takes_too_long_names_rank_operation_and_what_was_awaited() -> None:
     message, _ = run_processes(2, _skips_combine)
-    assert "rank 0" in message
-    assert "combine receive" in message
-    assert "combine receive: rows: waits for" in message
-    assert "gave up after 1.5 s" in message
+    assert message.startswith("rank 0: combine receive, program (0, 0, 0): combine receive: rows: waits for rank 1 ")
+    assert "gave up after 1 s" in message
 
 
 def _never_dispatches(runtime: EmulatedRuntime) -> str:
-    config = Config(
-        max_num_tokens=1,
-        num_experts=2,
-        experts_per_token=1,
-        hidden=8,
-        world_size=2,
-        rank=runtime.my_pe,
-        timeout_s=1.0,
-    )
-    exchange = KernelExchange(config, runtime, num_programs=1)
+    exchange = KernelExchange(replace(PAIR, rank=runtime.my_pe), runtime, num_programs=1)
+    runtime.barrier()
     if runtime.my_pe == 1:
-        time.sleep(2.0)
         return ""
+    runtime.set_timeout(1.0)
     with pytest.raises(WaitTimeoutError) as caught:
         exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[1]]))
     return str(caught.value)
@@ -206,12 +195,9 @@ def direct_exchange(config: Config, group: Any) -> Exchange:
 
 
 def test_a_failed_block_closes_without_waiting_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def barrier(self: EmulatedRuntime) -> None:
-        raise AssertionError("waits for ranks that may be anywhere")
-
     def failing_block() -> None:
         with Exchange(Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8)):
-            monkeypatch.setattr(EmulatedRuntime, "barrier", barrier)
+            monkeypatch.setattr(EmulatedRuntime, "barrier", _waits_for_nobody)
             raise KeyError("the caller's own")
 
     with pytest.raises(KeyError, match="the caller's own"):

@@ -29,8 +29,20 @@ class DeviceHooks(Protocol):
     def signal(self, signal: int, value: int, op: int, pe: int) -> None:
         """Changes ``signal`` on rank ``pe``."""
 
-    def wait_ge(self, signal: int, target: int, timeout_ns: int, operation: int, awaited: int) -> int:
-        """Returns the value of ``signal`` once it is at least ``target``."""
+    def wait_ge(
+        self,
+        signal: int,
+        target: int,
+        timeout_ns: int,
+        operation: int,
+        awaited: int,
+        flags: tuple[int, int, int] | None,
+    ) -> int:
+        """Returns the value of ``signal`` once it is at least ``target``.
+
+        ``flags`` (address, target, number of ranks) are those of the ranks that may be awaited, to name the first whose
+        flag is lower; None to name ``awaited``.
+        """
 
 
 _current: DeviceHooks | None = None

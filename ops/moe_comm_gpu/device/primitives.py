@@ -161,10 +161,26 @@ def _emulated_signal(signal: Any, value: Any, op: Any, pe: Any, _semantic: Any =
 
 @_device_function
 def _emulated_wait_ge(
-    signal: Any, target: Any, timeout_ns: Any, operation: Any, awaited: Any, _semantic: Any = None
+    signal: Any,
+    target: Any,
+    timeout_ns: Any,
+    operation: Any,
+    awaited: Any,
+    flags: Any,
+    flag_target: Any,
+    num_flags: Any,
+    _semantic: Any = None,
 ) -> Any:
-    numbers = (_integer(a) for a in (signal, target, timeout_ns, operation, awaited))
-    return _interpreted(hooks.current().wait_ge(*numbers), tl.int64)
+    number = _integer(num_flags)
+    value = hooks.current().wait_ge(
+        _integer(signal),
+        _integer(target),
+        _integer(timeout_ns),
+        _integer(operation),
+        _integer(awaited),
+        (_integer(flags), _integer(flag_target), number) if number else None,
+    )
+    return _interpreted(value, tl.int64)
 
 
 @_device_function
@@ -236,8 +252,25 @@ def _load_acquire(signal_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _first_late(flags_ptr: tl.tensor, flag_target: tl.tensor, num_flags: tl.constexpr) -> tl.tensor:
+    """The first rank whose flag is lower than ``flag_target``; -1 if there is none."""
+    late = tl.full([], -1, tl.int32)
+    for rank in range(num_flags):
+        flag = tl.load(flags_ptr + rank, volatile=True)
+        late = tl.where((late < 0) & (flag < flag_target), rank, late)
+    return late
+
+
+@triton.jit
 def _poll_ge(
-    signal_ptr: tl.tensor, target: tl.tensor, watchdog_ptr: tl.tensor, operation: tl.constexpr, awaited: tl.tensor
+    signal_ptr: tl.tensor,
+    target: tl.tensor,
+    watchdog_ptr: tl.tensor,
+    operation: tl.constexpr,
+    awaited: tl.tensor,
+    flags_ptr: tl.tensor,
+    flag_target: tl.tensor,
+    num_flags: tl.constexpr,
 ) -> tl.tensor:
     timeout_ns = tl.load(watchdog_ptr, volatile=True)
     start_ns = _global_timer_ns()
@@ -245,14 +278,24 @@ def _poll_ge(
     while value < target:
         # Threads may disagree about the time: nothing in this branch needs them together.
         if (timeout_ns > 0) & (_global_timer_ns() - start_ns > timeout_ns):
-            _expire(watchdog_ptr, operation, awaited, target, value)
+            if num_flags > 0:
+                _expire(watchdog_ptr, operation, _first_late(flags_ptr, flag_target, num_flags), target, value)
+            else:
+                _expire(watchdog_ptr, operation, awaited, target, value)
         value = _load_acquire(signal_ptr)
     return value
 
 
 @triton.jit
 def wait_ge(
-    signal_ptr: tl.tensor, target: tl.tensor, watchdog_ptr: tl.tensor, operation: tl.constexpr, awaited: tl.tensor
+    signal_ptr: tl.tensor,
+    target: tl.tensor,
+    watchdog_ptr: tl.tensor,
+    operation: tl.constexpr,
+    awaited: tl.tensor,
+    flags_ptr: tl.tensor = None,
+    flag_target: tl.tensor = 0,
+    num_flags: tl.constexpr = 0,
 ) -> tl.tensor:
     """Waits until the local signal is at least ``target``; acquires. Called by all threads together.
 
@@ -263,14 +306,20 @@ def wait_ge(
             is the limit in ns, 0 for none. Past it the record is written and the grid ends with an error.
         operation: code of the operation for the error message, an index into the names the host knows.
         awaited: rank that is awaited, for the error message; -1 when it may be any.
+        flags_ptr: where any rank may be awaited: local signals, one of each rank, which a rank raises to at least
+            ``flag_target`` before it sends what is awaited. Read only once the wait has taken too long, to name the
+            first rank that has not.
+        flag_target: see ``flags_ptr``.
+        num_flags: number of ranks at ``flags_ptr``; 0 to name ``awaited``.
 
     Returns:
         The value seen, int64, the same in all threads.
     """
     if emulated():
-        value = _emulated_wait_ge(signal_ptr, target, tl.load(watchdog_ptr), operation, awaited)
+        timeout_ns = tl.load(watchdog_ptr)
+        value = _emulated_wait_ge(signal_ptr, target, timeout_ns, operation, awaited, flags_ptr, flag_target, num_flags)
     else:
         value = _load_acquire(signal_ptr)
         if value < target:
-            value = _poll_ge(signal_ptr, target, watchdog_ptr, operation, awaited)
+            value = _poll_ge(signal_ptr, target, watchdog_ptr, operation, awaited, flags_ptr, flag_target, num_flags)
     return value

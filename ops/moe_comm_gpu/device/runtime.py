@@ -55,10 +55,18 @@ class Runtime(Protocol):
         """Returns when everything this rank launched has run; raises the error of an expired wait."""
 
     def barrier(self) -> None:
-        """Returns when every rank has called it and all memory operations issued before are complete."""
+        """Returns when every rank has called it and all memory operations issued before are complete.
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Each rank's ``value`` (small, picklable), by rank; for the checks before anything is sent."""
+        Raises:
+            WaitTimeoutError: a rank did not come; names it.
+        """
+
+    def all_gather(self, value: Any, what: str = "all_gather") -> list[Any]:
+        """Each rank's ``value`` (small, picklable), by rank; for the checks before anything is sent.
+
+        Raises:
+            WaitTimeoutError: a rank did not come; names it, and ``what`` it was awaited for.
+        """
 
     def set_operations(self, names: Sequence[str]) -> None:
         """Names of the operation codes that kernels pass to ``wait_ge``, for error messages."""

@@ -8,7 +8,7 @@ The limit is read by the device at each wait that does not succeed at once, so i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: Words of the block, in int64.
 TIMEOUT_NS, EXPIRED, OPERATION, AWAITED, TARGET, SEEN = range(6)
@@ -32,6 +32,19 @@ def describe(operations: Sequence[str], operation: int, awaited: int, target: in
     name = operations[operation] if 0 <= operation < len(operations) else f"operation {operation}"
     source = f"rank {awaited}" if awaited >= 0 else "its peers"
     return f"{name}: waits for {source} (signal is {seen}, has to reach {target})"
+
+
+def absence_error(rank: int, what: str, missing: Sequence[int], limit_s: float) -> WaitTimeoutError:
+    """The error of a host of ``rank`` that waited for the hosts of other ranks."""
+    return WaitTimeoutError(
+        f"rank {rank}: {what}: ranks {list(missing)} did not come within {limit_s:g} s; "
+        "check that every rank makes the same calls, or raise the timeout"
+    )
+
+
+def first_late(flags: Iterable[int], target: int) -> int:
+    """The first rank whose flag is lower than ``target``; -1 if there is none."""
+    return next((rank for rank, flag in enumerate(flags) if flag < target), -1)
 
 
 def timeout_error(rank: int, block: Sequence[int], operations: Sequence[str]) -> WaitTimeoutError | None:

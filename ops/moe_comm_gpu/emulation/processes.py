@@ -175,20 +175,20 @@ class EmulatedRuntime:
         """Returns when every rank has called it."""
         self._meet("barrier")
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, what: str = "all_gather") -> list[Any]:
         """Each rank's ``value``, by rank."""
         message = pickle.dumps(value)
         if _MESSAGE + len(message) > _CONTROL_BYTES:
             raise ValueError(f"value: expected at most {_CONTROL_BYTES - _MESSAGE} bytes pickled, got {len(message)}")
         ctypes.c_int64.from_address(self.start + _LENGTH).value = len(message)
         ctypes.memmove(self.start + _MESSAGE, message, len(message))
-        self._meet("all_gather")
+        self._meet(what)
         values = []
         for rank in range(self.n_pes):
             part = self.base + rank * self.stride
             length = ctypes.c_int64.from_address(part + _LENGTH).value
             values.append(pickle.loads(ctypes.string_at(part + _MESSAGE, length)))
-        self._meet("all_gather")  # nobody overwrites a message that is still read
+        self._meet(what)  # nobody overwrites a message that is still read
         return values
 
     def set_operations(self, names: Sequence[str]) -> None:
@@ -200,7 +200,7 @@ class EmulatedRuntime:
         self.watchdog[watchdog.TIMEOUT_NS] = int(seconds * 1e9)
 
     def _agree(self, call: str, value: Any) -> None:
-        values = self.all_gather((call, value))
+        values = self.all_gather((call, value), call)
         if any(v != (call, value) for v in values):
             raise ValueError(f"{call}: every rank has to make the same call, got {dict(enumerate(values))}")
 
@@ -215,10 +215,7 @@ class EmulatedRuntime:
             _pause(polls)
             polls += 1
             if limit_s and time.monotonic() - start > limit_s:
-                raise watchdog.WaitTimeoutError(
-                    f"rank {self.my_pe}: {what}: ranks {missing} did not come within {limit_s:g} s; "
-                    "check that every rank makes the same calls, or raise the timeout"
-                )
+                raise watchdog.absence_error(self.my_pe, what, missing, limit_s)
 
 
 def change_signal(address: int, value: int, op: int) -> None:
@@ -231,6 +228,12 @@ def change_signal(address: int, value: int, op: int) -> None:
         np.array([True]),
         ti._interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE,
     )
+
+
+def _first_late(flags: int, target: int, number: int) -> int:
+    """The first of the ranks whose flag, a word from the address ``flags`` on, is lower than ``target``; or -1."""
+    words = (ctypes.c_int64.from_address(flags + 8 * rank) for rank in range(number))
+    return watchdog.first_late((word.value for word in words), target)
 
 
 def _pause(polls: int) -> None:
@@ -293,7 +296,15 @@ class _Program:
         if o is not None:
             change_signal(self.runtime.on_rank(self.runtime.start + o.signal, o.pe, 8), o.value, o.op)
 
-    def wait_ge(self, signal: int, target: int, timeout_ns: int, operation: int, awaited: int) -> int:
+    def wait_ge(
+        self,
+        signal: int,
+        target: int,
+        timeout_ns: int,
+        operation: int,
+        awaited: int,
+        flags: tuple[int, int, int] | None,
+    ) -> int:
         start = self.runtime.start
         o = self._record("wait", signal=signal - start, value=target, op=0, pe=awaited, operation=operation)
         if o is not None:
@@ -301,7 +312,9 @@ class _Program:
         word = ctypes.c_int64.from_address(signal)
         if o is not None and word.value < target:
             self.deadline = time.monotonic() + timeout_ns / 1e9 if timeout_ns else None
-            self.waits_for = lambda: self.runtime.describe_wait(operation, awaited, target, word.value)
+            self.waits_for = lambda: self.runtime.describe_wait(
+                operation, awaited if flags is None else _first_late(*flags), target, word.value
+            )
             self.programs.block(self, lambda: word.value >= target)
         change_signal(signal, 0, ADD)  # acquires, where reading a word does not by itself
         return word.value

@@ -352,7 +352,7 @@ class SimulatedRuntime:
         """Returns when every rank has called it and everything has arrived."""
         self._meet("barrier", None, self.simulation.meet)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, what: str = "all_gather") -> list[Any]:
         """Each rank's value, by rank."""
         return self._meet("all_gather", value, lambda: None)
 
@@ -415,7 +415,15 @@ class _Hooks:
             self._simulation.signal(self._task, operation)
         self._simulation.scheduler.operate(self._task)
 
-    def wait_ge(self, signal: int, target: int, timeout_ns: int, operation: int, awaited: int) -> int:
+    def wait_ge(
+        self,
+        signal: int,
+        target: int,
+        timeout_ns: int,
+        operation: int,
+        awaited: int,
+        flags: tuple[int, int, int] | None,
+    ) -> int:
         simulation, task = self._simulation, self._task
         offset = simulation.offset(signal)
         o = self._operation("wait", signal=offset, value=target, op=0, pe=awaited, operation=operation)
@@ -427,17 +435,20 @@ class _Hooks:
                 signal = signal + o.signal - offset
                 word = simulation.word(signal)
             names = simulation.operation_names[task.rank]
-            simulation.scheduler.block(
-                task,
-                signal,
-                lambda: word.value >= target,
-                lambda: (
-                    f"{simulation.describe(signal)}: "
-                    + watchdog.describe(names, operation, awaited, target, word.value)
-                ),
-            )
+
+            def describe() -> str:
+                late = awaited if flags is None else self._first_late(*flags)
+                return f"{simulation.describe(signal)}: " + watchdog.describe(
+                    names, operation, late, target, word.value
+                )
+
+            simulation.scheduler.block(task, signal, lambda: word.value >= target, describe)
             simulation.ordering.acquire(task.actor, signal)
         return word.value
+
+    def _first_late(self, flags: int, target: int, number: int) -> int:
+        words = (self._simulation.word(flags + 8 * rank) for rank in range(number))
+        return watchdog.first_late((word.value for word in words), target)
 
 
 class _Observer:

@@ -52,7 +52,7 @@ def agree_on_dispatch(mine: Announcement, config: Config, runtime: Runtime) -> N
         PeerError: another rank refuses.
         ValueError: the ranks do not fit together, or a rank has no room for its rows; raised on every rank.
     """
-    all_ranks: list[Announcement] = runtime.all_gather(mine)
+    all_ranks: list[Announcement] = runtime.all_gather(mine, "dispatch")
     for rank, other in enumerate(all_ranks):
         if other.refusal and rank != config.rank:
             raise PeerError(f"rank {rank} refused this call, so no rank sent anything: {other.refusal}")
@@ -81,17 +81,13 @@ def check_same_config(config: Config, runtime: Runtime) -> None:
     Raises:
         ValueError: on every rank, if any two differ, or if ranks are not numbered as the runtime's.
     """
-    entries = runtime.all_gather((config.rank, config.shared_fields()))
+    entries = runtime.all_gather((config.rank, config.shared_fields()), "making the exchange")
     if config.world_size != runtime.n_pes:
         raise ValueError(f"world_size: expected {runtime.n_pes}, the ranks of the runtime, got {config.world_size}")
-    for pe, (rank, fields) in enumerate(entries):
+    for pe, (rank, _) in enumerate(entries):
         if rank != pe:
             raise ValueError(f"rank: expected {pe} on the runtime's rank {pe}, got {rank} there")
-        difference = contract.first_difference(entries[0][1], fields)
-        if difference is not None:
-            raise ValueError(
-                f"config: expected the same on every rank, got between rank 0 (here) and rank {pe} (there) {difference}"
-            )
+    contract.check_same_fields([fields for _, fields in entries])
 
 
 def checked_num_programs(num_programs: int | None, runtime: Runtime) -> int:

@@ -206,16 +206,18 @@ def combine_receive(
     limit = num_tokens_that_count(num_tokens, bound_ptr)
     before_ptr = epochs_ptr + layout.expected_returns_word + epoch % 2 * layout.max_num_tokens
     after_ptr = epochs_ptr + layout.expected_returns_word + (epoch + 1) % 2 * layout.max_num_tokens
+    flags_ptr = signals_ptr + layout.flags_word
     for token in range(program, num_tokens, num_programs):
         physical = choices_of_token(ids_ptr, placement_ptr, token, limit, layout)
         comes = physical >= 0 if layout.return_pairs else first_of_each(ranks_of(physical, layout), layout)
         expected = tl.load(before_ptr + token) + tl.sum(comes.to(tl.int32), axis=0)
-        wait_ge(signals_ptr + layout.returns_word + token, expected, watchdog_ptr, WAIT_RETURNS, -1)
+        counter = signals_ptr + layout.returns_word + token
+        wait_ge(counter, expected, watchdog_ptr, WAIT_RETURNS, -1, flags_ptr, epoch, layout.world_size)
         tl.store(after_ptr + token, expected)
         _sum_returns(returned_ptr, weights_ptr, out_ptr, bias_ptr, physical, comes, token, layout, row_type, accumulate)
     _carry_over(before_ptr, after_ptr, num_tokens, layout)
     for peer in range(program, layout.world_size, num_programs):
-        wait_ge(signals_ptr + layout.flags_word + peer, epoch, watchdog_ptr, WAIT_FLAG, peer)
+        wait_ge(flags_ptr + peer, epoch, watchdog_ptr, WAIT_FLAG, peer)
     if program == 0:
         tl.store(epochs_ptr + layout.finished_word, epoch)
 

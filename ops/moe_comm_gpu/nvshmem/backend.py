@@ -16,7 +16,7 @@ class Exchange(KernelExchange):
     Args:
         config: of the exchange.
         group: torch.distributed process group of its ``world_size`` ranks; None for the default one. A world of one
-            needs none. Each process uses its current CUDA device.
+            takes none. Each process uses its current CUDA device, and NVSHMEM with one group of ranks only.
         num_programs: programs of each kernel, at most as many as the GPU has multiprocessors; None takes all of them.
         direct: write to other ranks with plain stores in place of puts; every rank must be within NVLink's reach.
 
@@ -32,11 +32,15 @@ class Exchange(KernelExchange):
     def __init__(
         self, config: Config, group: Any = None, *, num_programs: int | None = None, direct: bool = False
     ) -> None:
-        if config.world_size > 1:
-            Ledger(config, group)  # all ranks are here, with the same configuration
-        runtime = NvshmemRuntime(group, config.timeout_s)
+        ledger = Ledger(config, group) if config.world_size > 1 else None
+        runtime = NvshmemRuntime(ledger, config.timeout_s)
         super().__init__(
-            config, runtime, num_programs=num_programs, direct=direct, quantise_in_kernel=runtime.capability >= 89
+            config,
+            runtime,
+            ledger=ledger,
+            num_programs=num_programs,
+            direct=direct,
+            quantise_in_kernel=runtime.capability >= 89,
         )
         if direct and not runtime.reaches_all(self._sets[0].memory):
             self.close()
