@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.moe_comm_gpu.contract import Config
+from ops.moe_comm_gpu.contract import Config, Manner
 
 
 @dataclass(eq=False)
@@ -93,6 +93,7 @@ class DispatchRequest:
         bound: with ``reads_raw_ids``: number of leading tokens that count, one integer on the device, or None.
         source: the caller's tokens, for autograd.
         source_weights: the caller's weights, for autograd.
+        needs_gradient: whether the tokens' gradient will be asked for.
         state: what ``_dispatch_send`` returned.
     """
 
@@ -104,8 +105,14 @@ class DispatchRequest:
     bound: Tensor | None = None
     source: Tensor | None = None
     source_weights: Tensor | None = None
+    needs_gradient: bool = False
     state: Any = None
     received: bool = False
+
+    @property
+    def manner(self) -> Manner:
+        """What every rank has to have in common in this dispatch."""
+        return Manner(self.row_dtype.itemsize, self.weights is not None, self.needs_gradient)
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -53,13 +53,22 @@ class Config:
             after expert.
         row_multiple: contiguous layout: every expert begins at a multiple of it.
         capacity: most rows of one expert (expert-major), or of one rank with its padding (contiguous). None takes the
-            most that tokens with distinct ids can need.
+            most that tokens with distinct ids can need. What happens to more rows depends on ``check_ids``.
         expert_map: rank of every expert; None for blocks of ``ceil(E / R)``.
         mode: what kernel backends send: ``"per_rank"``, a token once to each destination rank, or ``"per_expert"``,
             once to each expert.
         num_buffer_sets: batches that may be between dispatch and the end of combine at the same time.
         differentiable: size buffers so that gradients, which travel the other way, fit as well.
-        check_ids: raise for ids outside ``[-1, E)`` rather than drop them; costs a look at the ids on the host.
+        late_weights: kernel backends, ``"per_rank"``: set aside, when the exchange is made, the memory that it takes to
+            give weights to combine and not to dispatch, where a row comes back for each choice. False: the first such
+            combine allocates it, all ranks together.
+        check_ids: raise for ids outside ``[-1, E)`` rather than drop them, on every rank and before anything is sent;
+            and on GPUs, where this alone lets the hosts meet in each dispatch, the same for more rows than
+            ``capacity``, for refused arguments of another rank, and for ranks that do not fit together. Costs a look at
+            the ids on the host and a meeting of all hosts. Without it, backends other than ``"nvshmem"`` still do all
+            but the first; ``"nvshmem"`` writes no row past the capacity, returns zeros for it, and raises only on the
+            rank whose experts they are, in the first call that begins after its receive has run, or in close, whichever
+            is first, never while a captured graph is replayed; after that the exchange can only be closed.
         timeout_s: seconds after which a wait for other ranks ends in an error that names them.
     """
 
@@ -80,6 +89,7 @@ class Config:
     mode: Literal["per_rank", "per_expert"] = "per_rank"
     num_buffer_sets: int = 1
     differentiable: bool = False
+    late_weights: bool = False
     check_ids: bool = False
     timeout_s: float = 60.0
 
@@ -218,6 +228,38 @@ def check_same_fields(fields: Sequence[dict[str, str]], rank: int = 0) -> None:
             raise ValueError(
                 f"config: expected the same on every rank, got between rank {rank} (here) and rank {other} (there) "
                 f"{name}: {own.get(name)} here, {theirs.get(name)} there"
+            )
+
+
+class Manner(NamedTuple):
+    """What has to be the same on every rank in one dispatch.
+
+    Attributes:
+        itemsize: bytes of an element that travels.
+        weights: whether dispatch is given the weights.
+        gradient: whether the tokens' gradient will be asked for, which takes every rank.
+    """
+
+    itemsize: int
+    weights: bool
+    gradient: bool
+
+
+def check_same_manner(manners: Mapping[int, Manner]) -> None:
+    """The single statement that ranks dispatch in the same manner.
+
+    Args:
+        manners: by rank.
+
+    Raises:
+        ValueError: two differ.
+    """
+    (first, expected), *others = sorted(manners.items())
+    for rank, manner in others:
+        if manner != expected:
+            raise ValueError(
+                f"tokens, weights: expected the same width, weights on all ranks or on none, and tokens that need a "
+                f"gradient on all ranks or on none, got {expected} on rank {first} and {manner} on rank {rank}"
             )
 
 

@@ -11,7 +11,8 @@ Forward, with row r of an expert coming from choice j of token t::
 
 Gradients: of dispatch, a combine with unit weights; of combine, a dispatch of the output's gradient, and for the
 weights the dot product of each row with it. Every backward is as collective as its forward: a rank without tokens
-takes part.
+takes part. So every rank has to ask for the same gradients: of the tokens, which every dispatch compares, and of the
+weights and the experts' rows, which nothing compares; a rank that does not run a backward is waited for in vain.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Exchange(abc.ABC):
                 the same tokens.
             ids: experts ``[T, J]``, int32, int64 or uint32; -1 drops the choice.
             scales: block scales ``[T, S]`` float32; given exactly if the config has ``scale_block``.
-            weights: ``[T, J]`` float32, optional: known this early, a backend can sum a token's rows where the
-                experts are.
+            weights: ``[T, J]`` float32, optional, on all ranks or on none: known this early, a backend can sum a
+                token's rows where the experts are.
             bound: number of leading tokens that count, one integer tensor on the tokens' device; None for all.
             out: tensors to fill instead of new ones.
 
@@ -171,7 +172,7 @@ class Exchange(abc.ABC):
                 "dispatch_recv: this dispatch was received already; each dispatch_send has one dispatch_recv"
             )
         self._check_row_tensors(request, out)
-        if _records_gradient(request.source):
+        if request.needs_gradient:
             return autograd.dispatch(self, request, out)
         return self._finish_dispatch(request, out)
 
@@ -198,6 +199,11 @@ class Exchange(abc.ABC):
         if _records_gradient(request.source_rows, request.source_weights, bias, request.handle.anchor):
             return autograd.combine(self, request, bias)
         return self._finish_combine(request, out, bias, accumulate)
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Symmetric memory that this rank holds for the exchange; 0 for a backend that needs none."""
+        return 0
 
     def close(self) -> None:
         """Releases what the exchange holds; any later call raises. May be called again."""
@@ -331,7 +337,8 @@ class Exchange(abc.ABC):
             )
         if scales is not None:
             contract.check_tensor("scales", scales, (num_tokens, config.num_scales), (torch.float32,), device)
-        if tokens.requires_grad and torch.is_grad_enabled():
+        needs_gradient = _records_gradient(tokens)
+        if needs_gradient:
             autograd.check_gradients_fit(config, tokens.dtype, quantise)
         if config.check_ids:
             contract.check_id_range(ids, config.num_experts)
@@ -351,13 +358,14 @@ class Exchange(abc.ABC):
             bound=bound if self.reads_raw_ids else None,
             source=tokens,
             source_weights=weights,
+            needs_gradient=needs_gradient,
         )
 
     def _check_row_tensors(self, request: DispatchRequest, out: RowTensors | None) -> None:
         if out is None:
             return
         config = self.config
-        if out.rows is not None and _records_gradient(request.source):
+        if out.rows is not None and request.needs_gradient:
             raise ValueError("out.rows: expected None while gradients are recorded, got a tensor; use torch.no_grad()")
         for name, given, shape, dtype in (
             ("out.rows", out.rows, (*config.rows_prefix, config.hidden), request.row_dtype),

@@ -16,12 +16,12 @@ from torch import Tensor
 from ops.moe_comm_gpu import contract
 from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
-from ops.moe_comm_gpu.contract import Config
+from ops.moe_comm_gpu.contract import Config, Manner
 from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, Runtime
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
 from ops.moe_comm_gpu.kernels import checks, combine, dispatch
-from ops.moe_comm_gpu.kernels.common import NUM_WARPS, WAIT_NAMES
+from ops.moe_comm_gpu.kernels.common import NUM_WARPS, WAIT_NAMES, WITH_GRADIENT, WITH_WEIGHTS
 from ops.moe_comm_gpu.kernels.layout import REGION_ALIGNMENT, Layout
 
 _KERNEL_TYPES = {
@@ -116,7 +116,8 @@ class KernelExchange(Exchange):
         self._placement = torch.tensor(
             [rank * config.num_local_experts + slot for rank, slot in slots], dtype=torch.int32, device=runtime.device
         )
-        self._overflow = _host_visible_words(1, runtime.device)
+        self._reports = _host_visible_words(1 + config.world_size, runtime.device)
+        self._reported = self._reports.numpy()  # the same memory, quicker to look at
         self._sets = [self._new_set(index) for index in range(config.num_buffer_sets)]
         runtime.synchronize()  # what was set to zero here is zero on any stream
 
@@ -139,7 +140,7 @@ class KernelExchange(Exchange):
                 f"tokens: expected on {self._runtime.device}, got on {request.tokens.device}; move them there first"
             )
         self._arrive("dispatch")
-        self._raise_overflow()
+        self._raise_reports()
         if self._agrees:
             self._agree(checks.announcement(request, self.config))
         layout = _replaced(self._layout, dispatch_itemsize=request.row_dtype.itemsize)
@@ -165,6 +166,7 @@ class KernelExchange(Exchange):
             batch.buffers.epochs,
             tokens.shape[0],
             self.config.rank,
+            _manner_bits(request.manner),
             layout=layout,
             row_type=_KERNEL_TYPES[request.row_dtype] if quantise else None,
             direct=self._direct,
@@ -194,15 +196,16 @@ class KernelExchange(Exchange):
             torch.empty_like(batch.positions),
             batch.positions,
             batch.row_tokens,
-            self._overflow,
+            self._reports,
             self.config.rank,
+            _manner_bits(request.manner),
             layout=batch.layout,
         )
-        self._raise_overflow()
+        self._raise_reports()
 
     def _combine_send(self, request: CombineRequest) -> Layout:
         self._arrive("combine")
-        self._raise_overflow()
+        self._raise_reports()
         batch: Batch = request.handle.state
         late = request.weights is not None and not request.weights_sent
         layout = dataclasses.replace(
@@ -253,6 +256,12 @@ class KernelExchange(Exchange):
         batch.buffers.busy = False
 
     @property
+    def symmetric_bytes(self) -> int:
+        """Symmetric memory that this rank holds for all buffer sets."""
+        late = (buffers.late_memory for buffers in self._sets)
+        return sum(self._layout.symmetric_bytes + (0 if memory is None else memory.numel()) for memory in late)
+
+    @property
     def _agrees(self) -> bool:
         return self.always_agrees or self.config.check_ids
 
@@ -279,7 +288,7 @@ class KernelExchange(Exchange):
             if buffers.late_memory is not None:
                 self._runtime.free(buffers.late_memory)
             self._runtime.free(buffers.memory)
-        self._raise_overflow()  # of a last batch that no later call has looked at
+        self._raise_reports()  # of a last batch that no later call has looked at
 
     def _abandon(self) -> None:
         self._broken = True
@@ -334,25 +343,36 @@ class KernelExchange(Exchange):
         )
 
     def _return_regions(self, buffers: BufferSet, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Where results are staged and land; allocated on first use if they return in another way than the mode's."""
-        if layout.return_pairs == self._layout.return_pairs:
+        """Where results are staged and land; allocated on first use if a set has no room for them."""
+        if not layout.return_pairs or layout.room_for_pairs:
             return buffers.return_staging, buffers.returned
         staged, landed = _pair_bytes(self._layout)
         if buffers.late_memory is None:
             name = "rows in pairs, for weights first given to combine"
+            self._runtime.synchronize()
+            self._raise_reports()  # ranks that disagree about the weights do not meet here
             with self._between_ranks(name):
                 buffers.late_memory = self._runtime.allocate(staged + landed, name)
         return buffers.late_memory[:staged], buffers.late_memory[staged:]
 
-    def _raise_overflow(self) -> None:
-        needed = int(self._overflow[0])
-        if needed:
-            self._broken = True
-            unit = "rows in all" if self._layout.contiguous else "rows of one expert"
-            raise ValueError(
-                f"capacity: rank {self.config.rank} received {needed} {unit}, has room for {self._layout.capacity}; "
-                f"make the exchange with a larger capacity"
-            )
+    def _raise_reports(self) -> None:
+        """Raises what a kernel that has run reported."""
+        if not self._reported.any():
+            return
+        self._broken = True
+        needed, *differing = self._reported.tolist()
+        for rank, report in enumerate(differing):
+            if report:
+                mine, theirs = (self._manner(bits) for bits in divmod(report - 1, 4))
+                contract.check_same_manner({self.config.rank: mine, rank: theirs})
+        unit = "rows in all" if self._layout.contiguous else "rows of one expert"
+        raise ValueError(
+            f"capacity: rank {self.config.rank} received {needed} {unit}, has room for {self._layout.capacity}; "
+            f"make the exchange with a larger capacity"
+        )
+
+    def _manner(self, bits: int) -> Manner:
+        return Manner(self._layout.dispatch_itemsize, bool(bits & WITH_WEIGHTS), bool(bits & WITH_GRADIENT))
 
 
 def as_words(tensor: Tensor) -> Tensor:
@@ -374,16 +394,20 @@ def _region(memory: Tensor, layout: Layout, name: str) -> Tensor:
     return memory[offset : offset + size]
 
 
+def _manner_bits(manner: Manner) -> int:
+    return WITH_WEIGHTS * manner.weights | WITH_GRADIENT * manner.gradient
+
+
 def _pair_bytes(layout: Layout) -> tuple[int, int]:
     """Memory of a set for results in pairs: where they are staged, where they land."""
-    regions = _replaced(layout, return_pairs=True).regions
+    regions = _replaced(layout, room_for_pairs=True).regions
     return contract.round_up(regions["return_staging"][1], REGION_ALIGNMENT), regions["returned"][1]
 
 
 def most_symmetric_bytes(config: Config) -> int:
     """Symmetric memory that an exchange of this configuration may come to need on each rank."""
     layout = Layout.of(config)
-    late = 0 if layout.return_pairs else contract.round_up(sum(_pair_bytes(layout)), REGION_ALIGNMENT)
+    late = 0 if layout.room_for_pairs else contract.round_up(sum(_pair_bytes(layout)), REGION_ALIGNMENT)
     return config.num_buffer_sets * (layout.symmetric_bytes + late)
 
 

@@ -39,11 +39,13 @@ class Exchange(exchange.Exchange):
             "scales": None if request.scales is None else request.scales.cpu().numpy(),
             "weights": None if request.weights is None else request.weights.cpu().numpy(),
             "ids": request.ids.cpu().numpy(),
+            "manner": request.manner,
         }
         everyone = self._ranks.gather_objects(mine)
         for rank, theirs in enumerate(everyone):
             if isinstance(theirs, str):
                 self._ranks.raise_refusals([rank])
+        contract.check_same_manner({rank: theirs["manner"] for rank, theirs in enumerate(everyone)})
         world = {name: [theirs[name] for theirs in everyone[:: self.config.dp_size]] for name in mine}
         contract.check_capacity(self.config, [len(source.rank) for source in moe.sources(self._world, world["ids"])])
         return world

@@ -21,10 +21,10 @@ from torch import Tensor
 from ops.moe_comm_gpu import contract, exchange
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.collectives import Ranks, Traffic
-from ops.moe_comm_gpu.contract import Config
+from ops.moe_comm_gpu.contract import Config, Manner
 
 _WORD = torch.int64
-_HEADER = ("refused", "tokens", "itemsize", "weights")  # then rows for each rank [R], rows of each expert [E]
+_HEADER = ("refused", "tokens", *contract.Manner._fields)  # then rows for each rank [R], rows of each expert [E]
 
 
 @dataclass(eq=False)
@@ -181,24 +181,25 @@ class Exchange(exchange.Exchange):
         """
         config = self.config
         self._ranks.arrive("dispatch")
-        head = torch.tensor([0, len(request.tokens), request.tokens.itemsize, int(request.weights is not None)])
+        head = torch.tensor([0, len(request.tokens), *map(int, request.manner)])
         table = self._ranks.gather(torch.cat([head, tokens_for.cpu(), rows_of.cpu()]))
         heads, counts = table[:, : len(_HEADER)].tolist(), table[:, len(_HEADER) :]
         refusing = [rank for rank, head in enumerate(heads) if head[0]]
         if refusing:
             self._ranks.raise_refusals(refusing)
-        for rank, (_, num_tokens, itemsize, weights) in enumerate(heads):
+        for rank, (_, num_tokens, *_) in enumerate(heads):
             peer = rank - rank % config.dp_size
             if num_tokens != heads[peer][1]:
                 raise ValueError(
                     f"tokens: expected as many on every rank of a group, got {heads[peer][1]} on rank {peer} and "
                     f"{num_tokens} on rank {rank}"
                 )
-            if (itemsize, weights) != tuple(heads[0][2:]):
-                raise ValueError(
-                    f"tokens, weights: expected the same width, and weights on all ranks or on none, got "
-                    f"(bytes, weights) {tuple(heads[0][2:])} on rank 0 and {(itemsize, weights)} on rank {rank}"
-                )
+        contract.check_same_manner(
+            {
+                rank: Manner(size, bool(weights), bool(gradient))
+                for rank, (*_, size, weights, gradient) in enumerate(heads)
+            }
+        )
         rows_of_all = counts[:, config.world_size :].sum(dim=0).tolist()
         contract.check_capacity(config, rows_of_all)
         local = [rows_of_all[expert] for expert in config.local_experts()]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ops.moe_comm_gpu import AllToAll
+from ops.moe_comm_gpu import AllToAll, Config
+from ops.moe_comm_gpu import all_to_all as module
+from ops.moe_comm_gpu.kernels.layout import Layout
 from reference import moe
 from reference.moe_cases import Shape
 from tests.moe import tolerances
@@ -136,3 +139,33 @@ def test_halves_in_the_wrong_order():
         exchange.combine(tokens, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), rows, None)
     with pytest.raises(RuntimeError, match="do_recv needs an earlier call with do_send"):
         exchange.combine(tokens, ids, torch.ones(1, 1), rows, None, do_send=False)
+
+
+def test_symmetric_memory_is_known_from_the_beginning():
+    all_to_all = make(backend="nvshmem_emulated")
+    held = all_to_all.exchange.symmetric_bytes
+    assert held == Layout.of(all_to_all.exchange.config).symmetric_bytes > 0
+    counts, rows = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, 16, dtype=torch.bfloat16)
+    tokens, ids = torch.ones(1, 16, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
+    output = torch.zeros(1, 16, dtype=torch.bfloat16)
+    all_to_all.dispatch(counts, rows, None, tokens, None, ids, None)
+    all_to_all.combine(output, ids, torch.full((1, 1), 0.5), rows, None)
+    assert torch.equal(output, torch.full((1, 16), 0.5).bfloat16())
+    assert all_to_all.exchange.symmetric_bytes == held
+    all_to_all.destroy()
+
+
+def test_symmetric_memory_of_the_published_sizes():
+    """What the class says of it."""
+    sizes = {"max_num_tokens": 128, "num_experts": 256, "experts_per_token": 8, "world_size": 8, "hidden_dim": 7168}
+    seen: list[Config] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "open_exchange", lambda config, backend, **_: seen.append(config))
+        make(**sizes, hidden_dim_bytes=2 * 7168)
+    (config,) = seen
+    late, early = (
+        Layout.of(replace(config, late_weights=late)).symmetric_bytes for late in (config.late_weights, False)
+    )
+    assert (round(late / 2**20), round(early / 2**20)) == (142, 44)
+    assert "142 MiB at 128 tokens" in AllToAll.__doc__
+    assert "it 44)" in AllToAll.__doc__

@@ -226,9 +226,17 @@ def test_bad_ids_on_one_rank_are_refused_on_every_rank(backend):
     assert fine.startswith("PeerError: rank 0 refused this call")
 
 
-def test_types_that_differ_between_ranks():
-    reports = attempts("torch", (PAIR, {}), (PAIR, {"weights": torch.ones(3, 2)}))
-    assert all("weights on all ranks or on none" in report for report in reports)
+@pytest.mark.parametrize("backend", GATHERING)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": torch.ones(3, 2)}, "weights on all ranks or on none"),
+        ({"tokens": torch.ones(3, 16).bfloat16().requires_grad_()}, "a gradient on all ranks or on none"),
+    ],
+)
+def test_dispatches_that_differ_between_ranks(backend, changes, words):
+    reports = attempts(backend, (PAIR, {}), (PAIR, changes))
+    assert all(report.startswith("ValueError") and words in report for report in reports)
 
 
 def test_tokens_that_differ_within_a_group():

@@ -223,6 +223,6 @@ def test_a_refused_launch_leaves_the_exchange_usable(monkeypatch: pytest.MonkeyP
 def test_a_last_batch_without_room_is_told_by_close() -> None:
     config = Config(max_num_tokens=3, num_experts=1, experts_per_token=1, hidden=8, capacity=2)
     exchange = Exchange(config)
-    exchange._overflow[0] = 3  # as a kernel leaves it that ends after the last call
+    exchange._reports[0] = 3  # as a kernel leaves it that ends after the last call
     with pytest.raises(ValueError, match="capacity: rank 0 received 3 rows of one expert, has room for 2"):
         exchange.close()

@@ -12,7 +12,9 @@ import torch
 from ops.moe_comm_gpu import Config, contract
 from ops.moe_comm_gpu.emulation import operations
 from ops.moe_comm_gpu.emulation.simulator import Simulation
-from ops.moe_comm_gpu.kernel_exchange import KernelExchange, as_words
+from ops.moe_comm_gpu.kernel_exchange import KernelExchange, as_words, most_symmetric_bytes
+from ops.moe_comm_gpu.kernels import combine, dispatch
+from ops.moe_comm_gpu.kernels.common import WITH_WEIGHTS
 from reference import moe, moe_cases
 from reference.moe_cases import Shape
 from tests.moe import harness
@@ -147,6 +149,48 @@ def test_with_check_ids_too_many_rows_are_refused_on_every_rank_before_anything_
     assert ranks(config, host) == [2, 0]
 
 
+@pytest.mark.parametrize("mode", ["per_rank", "per_expert"])
+@pytest.mark.parametrize("what", ["weights", "gradient"])
+def test_ranks_that_dispatch_in_different_manners_are_told_by_the_kernels(mode: str, what: str) -> None:
+    """Where hosts do not meet: every rank raises, also one that has nothing to do with the one that differs."""
+    config = Config(max_num_tokens=1, num_experts=6, experts_per_token=1, hidden=8, world_size=3, mode=mode)
+
+    def host(exchange: KernelExchange) -> str:
+        tokens, weights = torch.ones(1, 8).bfloat16(), torch.ones(1, 1)
+        ids = torch.tensor([[2 * exchange.config.rank]])
+        differs = exchange.config.rank == 1
+        tokens.requires_grad_(differs and what == "gradient")
+        with pytest.raises(ValueError, match="on all ranks or on none") as caught:
+            exchange.dispatch(tokens, ids, weights=weights if differs and what == "weights" else None)
+        return str(caught.value)
+
+    same, other = (f"Manner(itemsize=2, weights={differs and what == 'weights'}, "
+                   f"gradient={differs and what == 'gradient'})" for differs in (False, True))  # fmt: skip
+    messages = ranks(config, host)
+    assert messages[0].endswith(f"got {same} on rank 0 and {other} on rank 1")
+    assert messages[1].endswith(f"got {same} on rank 0 and {other} on rank 1")
+    assert messages[2].endswith(f"got {other} on rank 1 and {same} on rank 2")
+
+
+def test_ranks_that_differ_do_not_allocate_for_one_another() -> None:
+    """Memory for late weights is allocated by all ranks together, so a report that is there comes first."""
+    config = Config(max_num_tokens=1, num_experts=2, experts_per_token=1, hidden=8, world_size=2)
+
+    def host(exchange: KernelExchange) -> None:
+        handle = exchange.dispatch(torch.ones(1, 8).bfloat16(), torch.zeros(1, 1, dtype=torch.int32))
+        synchronize = exchange._runtime.synchronize
+
+        def reports() -> None:  # as of a kernel that ends only now
+            synchronize()
+            exchange._reports[2 - exchange.config.rank] = 1 + WITH_WEIGHTS
+
+        exchange._runtime.synchronize = reports
+        with pytest.raises(ValueError, match="weights on all ranks or on none"):
+            exchange.combine(handle, handle.rows, torch.ones(1, 1))
+
+    ranks(config, host)
+
+
 def test_a_second_batch_without_buffers_is_refused() -> None:
     config = Config(max_num_tokens=1, num_experts=1, experts_per_token=1, hidden=8)
 
@@ -204,6 +248,28 @@ def test_a_heap_that_is_too_small_is_named_with_what_is_needed() -> None:
         ranks(config, lambda exchange: None)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_weights_for_combine_take_no_more_memory_where_it_was_set_aside(late: bool) -> None:
+    config = Config(max_num_tokens=4, num_experts=6, experts_per_token=3, hidden=8, world_size=3, late_weights=late)
+
+    def host(exchange: KernelExchange) -> list[int]:
+        held = [exchange.symmetric_bytes]
+        for early in (True, False):  # both ways of returning through the same memory
+            weights = torch.full((4, 3), 0.5)
+            handle = exchange.dispatch(
+                torch.ones(4, 8).bfloat16(), torch.tensor([[0, 2, 4]] * 4), weights=weights if early else None
+            )
+            output = exchange.combine(handle, handle.rows, None if early else weights)
+            assert torch.equal(output, torch.full((4, 8), 1.5).bfloat16())
+            held.append(exchange.symmetric_bytes)
+        return held
+
+    for first, summed, pairs in ranks(config, host):
+        assert first == summed
+        assert (pairs > first) == (not late)
+        assert pairs <= most_symmetric_bytes(config)
+
+
 def test_making_and_closing_returns_all_memory() -> None:
     config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8, world_size=2, num_buffer_sets=2)
 
@@ -233,6 +299,16 @@ def test_rows_as_the_widest_words_that_fit(dtype: torch.dtype, hidden: int, shif
     tensor = torch.zeros(shift + 2 * hidden).to(dtype)[shift:].reshape(2, hidden)
     assert as_words(tensor).dtype == words
     assert as_words(tensor).data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "kernel", [dispatch.dispatch_send, dispatch.dispatch_receive, combine.combine_send, combine.combine_receive]
+)
+def test_no_number_has_a_kernel_of_its_own(kernel: Any) -> None:
+    """A batch of 1 or 16 tokens must not compile anew, least of all while a graph is captured."""
+    numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.endswith("_ptr")]
+    assert numbers
+    assert all(parameter.do_not_specialize for parameter in numbers)
 
 
 @pytest.mark.parametrize("hidden", [7, 9, 136])

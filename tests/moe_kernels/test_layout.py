@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             in_dtype=draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn])),
             scale_block=draw(st.sampled_from([None, 1, 100, 128])),
             mode=draw(st.sampled_from(["per_rank", "per_expert"])),
+            late_weights=draw(st.booleans()),
         )
     )
 
@@ -80,6 +83,16 @@ def test_symmetric_memory_of_the_published_shape() -> None:
     layout = Layout.of(Config(**PUBLISHED))
     assert layout.symmetric_bytes <= 64 << 20
     assert source_protocol_bytes(Config(**PUBLISHED)) > 1.8 * (1 << 30)
+
+
+def test_symmetric_memory_where_weights_come_with_combine() -> None:
+    """Results in pairs share the memory of summed ones: 126 MiB for them in place of 28."""
+    layout = Layout.of(Config(**PUBLISHED, late_weights=True))
+    assert layout.symmetric_bytes == 148_729_088  # 141.8 MiB
+    pairs = replace(layout, return_pairs=True)
+    assert pairs.regions == layout.regions
+    assert pairs.regions["return_staging"][1] == 8 * 128 * 8 * layout.return_bytes
+    assert pairs.regions["returned"][1] == 128 * 8 * layout.return_bytes
 
 
 @triton.jit

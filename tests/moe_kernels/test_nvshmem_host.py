@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from ops.moe_comm_gpu import Config
 from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.device import primitives
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange
 from ops.moe_comm_gpu.kernels.heap import heap_bytes_wanted
@@ -230,6 +231,27 @@ def _gathers(rank: int, group: Any) -> int:
 
 def test_gathering_leaves_nothing_in_the_store() -> None:
     assert max(workers().run(_gathers, [()] * 2)) <= 4
+
+
+class _Kernel:
+    """Stands for a jit function: takes any launch."""
+
+    fn = dict
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: None
+
+
+def test_what_would_compile_anew_is_refused_while_a_graph_is_captured() -> None:
+    kernel, rows = _Kernel(), torch.zeros(8, dtype=torch.int32)
+    with gpu(Core()), pytest.MonkeyPatch.context() as patch:
+        runtime = NvshmemRuntime()
+        runtime.launch(kernel, (1,), rows, None, 1)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        runtime.launch(kernel, (1,), rows[4:], None, 16)
+        for anew in ((rows[1:], None, 1), (rows.long(), None, 1), (rows, rows, 1)):
+            with pytest.raises(NotEnqueuedError, match="once before the capture"):
+                runtime.launch(kernel, (1,), *anew)
 
 
 def test_a_second_group_of_the_same_size_is_refused() -> None:

@@ -20,15 +20,13 @@ class Announcement:
     Attributes:
         refusal: reason; empty if it takes part.
         num_tokens: T of its group.
-        row_bytes: bytes of an element that it sends.
-        weights: whether it sends weights.
+        manner: what every rank has to have in common; None with a refusal.
         rows_of_expert: rows it sends to every expert of the world.
     """
 
     refusal: str = ""
     num_tokens: int = 0
-    row_bytes: int = 0
-    weights: bool = False
+    manner: contract.Manner | None = None
     rows_of_expert: tuple[int, ...] = ()
 
 
@@ -39,8 +37,7 @@ def announcement(request: DispatchRequest, config: Config) -> Announcement:
     counts = torch.bincount(mine[mine >= 0].to(torch.int64), minlength=config.num_experts)
     return Announcement(
         num_tokens=request.tokens.shape[0],
-        row_bytes=request.row_dtype.itemsize,
-        weights=request.weights is not None,
+        manner=request.manner,
         rows_of_expert=tuple(counts.tolist()),
     )
 
@@ -65,12 +62,7 @@ def agree_on_dispatch(mine: Announcement, config: Config, runtime: Runtime) -> N
                 f"tokens: expected as many on every rank of a group, got {all_ranks[first].num_tokens} on rank {first} "
                 f"and {other.num_tokens} on rank {rank}"
             )
-        if (other.row_bytes, other.weights) != (all_ranks[0].row_bytes, all_ranks[0].weights):
-            raise ValueError(
-                f"tokens, weights: expected the same width, and weights on all ranks or on none, got (bytes, weights) "
-                f"{(all_ranks[0].row_bytes, all_ranks[0].weights)} on rank 0 and {(other.row_bytes, other.weights)} on "
-                f"rank {rank}"
-            )
+    contract.check_same_manner({rank: other.manner for rank, other in enumerate(all_ranks) if other.manner})
     counts = (other.rows_of_expert for other in all_ranks)
     contract.check_capacity(config, [sum(of_expert) for of_expert in zip(*counts, strict=True)])
 

@@ -39,7 +39,7 @@ from ops.moe_comm_gpu.kernels.common import (
 SUM_BLOCK = tl.constexpr(8192)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def combine_send(
     expert_rows_ptr: tl.tensor,
     row_weights_ptr: tl.tensor,
@@ -62,7 +62,8 @@ def combine_send(
         stream_counts_ptr: rows of each stream ``[B, R]`` int32.
         positions_ptr: expert row of each choice of each received row ``[B, R, U, J]`` int32.
         row_tokens_ptr: token of each received row ``[B, R, U]`` int32.
-        staging_ptr: bytes ``[num_return_staging, return_bytes]``, symmetric.
+        staging_ptr: bytes ``[places, return_bytes]``, symmetric: where rows are sent from, ``[R, U]`` or, for pairs,
+            ``[R, U, J]``.
         returned_ptr: bytes ``[M, returns, return_bytes]``, symmetric: where rows land, at the source.
         signals_ptr: the set's signal words, symmetric.
         epochs_ptr: the set's local words.
@@ -166,7 +167,7 @@ def _sum_rows(
         tl.store(target_ptr + column, total.to(target_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def combine_receive(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,

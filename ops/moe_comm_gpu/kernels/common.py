@@ -33,8 +33,11 @@ WAIT_PROGRAMS = tl.constexpr(int(Wait.PROGRAMS))
 WAIT_RETURNS = tl.constexpr(int(Wait.RETURNS))
 WAIT_FLAG = tl.constexpr(int(Wait.FLAG))
 
-#: A count travels in the low half of a signal, below the epoch: the word grows from epoch to epoch.
-EPOCH_SHIFT = tl.constexpr(32)
+#: A count travels in the low half of a signal, below the epoch: the word grows from epoch to epoch. Above the rows, the
+#: count's two highest bits tell the manner of the sender's dispatch, which has to be every rank's.
+EPOCH_SHIFT, MANNER_SHIFT, MANNER_MASK = tl.constexpr(32), tl.constexpr(30), tl.constexpr(3)
+#: Bits of a manner.
+WITH_WEIGHTS, WITH_GRADIENT = 1, 2
 
 #: In place of the expert row of a received row's choice: the choice is not of this rank and bucket, or found no room.
 ELSEWHERE, NO_ROOM = tl.constexpr(-1), tl.constexpr(-2)

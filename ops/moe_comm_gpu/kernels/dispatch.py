@@ -28,6 +28,8 @@ from ops.moe_comm_gpu.device.primitives import (
 from ops.moe_comm_gpu.kernels.common import (
     ELSEWHERE,
     EPOCH_SHIFT,
+    MANNER_MASK,
+    MANNER_SHIFT,
     NO_ROOM,
     WAIT_COUNT,
     WAIT_PROGRAMS,
@@ -45,7 +47,7 @@ from ops.moe_comm_gpu.kernels.common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "rank", "manner"])
 def dispatch_send(
     tokens_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -59,6 +61,7 @@ def dispatch_send(
     epochs_ptr: tl.tensor,
     num_tokens: tl.tensor,
     rank: tl.tensor,
+    manner: tl.tensor,
     layout: tl.constexpr,
     row_type: tl.constexpr,
     direct: tl.constexpr,
@@ -78,6 +81,7 @@ def dispatch_send(
         epochs_ptr: the set's local words.
         num_tokens: T.
         rank: this rank.
+        manner: bits of what has to be the same on every rank.
         layout: the set's geometry, with the item size of this call.
         row_type: None to send rows as they are, or the fp8 type to quantise them to.
         direct: whether every rank can be written with plain stores.
@@ -91,7 +95,8 @@ def dispatch_send(
     for destination in range(program, layout.num_destinations, num_programs):
         count = _count(ids_ptr, placement_ptr, destination, share, limit, rank, layout)
         word = signals_ptr + destination % layout.buckets * layout.world_size + rank
-        signal(word, (epoch << EPOCH_SHIFT) + count, SIGNAL_SET, destination // layout.buckets)
+        announced = (epoch << EPOCH_SHIFT) + (tl.cast(manner, tl.int64) << MANNER_SHIFT) + count
+        signal(word, announced, SIGNAL_SET, destination // layout.buckets)
     for index in range(program, share, num_programs):
         token = index * layout.dp_size + rank % layout.dp_size
         physical = choices_of_token(ids_ptr, placement_ptr, token, limit, layout)
@@ -221,7 +226,7 @@ def _quantise(row_ptr: tl.tensor, token_ptr: tl.tensor, layout: tl.constexpr, ro
         tl.store(as_float32(row_ptr + layout.scales_offset) + block, scale, mask=block < layout.num_scales)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "manner"])
 def dispatch_receive(
     received_ptr: tl.tensor,
     signals_ptr: tl.tensor,
@@ -239,8 +244,9 @@ def dispatch_receive(
     numbers_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     row_tokens_ptr: tl.tensor,
-    overflow_ptr: tl.tensor,
+    reports_ptr: tl.tensor,
     rank: tl.tensor,
+    manner: tl.tensor,
     layout: tl.constexpr,
 ) -> None:
     """Waits for every row of this rank and delivers them by expert.
@@ -263,8 +269,10 @@ def dispatch_receive(
         positions_ptr: out, expert row of each choice of each received row ``[B, R, U, J]`` int32; ``ELSEWHERE`` for
             the choices of other buckets and ranks, ``NO_ROOM`` past the capacity.
         row_tokens_ptr: out, index in its group's batch of the token of each received row ``[B, R, U]`` int32.
-        overflow_ptr: out, the capacity that would have held the rows, only written if they do not fit; int64.
+        reports_ptr: out, what went wrong, ``[1 + R]`` int64, only written if it did: the capacity that would have held
+            the rows; for each rank, 1 + its manner + 4 * this rank's, if they differ.
         rank: this rank.
+        manner: bits of what has to be the same on every rank.
         layout: the set's geometry, with the item size of this call.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -275,7 +283,12 @@ def dispatch_receive(
     announced = epoch << EPOCH_SHIFT
     for stream in range(program, layout.num_sources, num_programs):
         source = stream % layout.world_size
-        count = wait_ge(signals_ptr + stream, announced, watchdog_ptr, WAIT_COUNT, source) - announced
+        word = wait_ge(signals_ptr + stream, announced, watchdog_ptr, WAIT_COUNT, source) - announced
+        theirs = (word >> MANNER_SHIFT) & MANNER_MASK
+        count = word - (theirs << MANNER_SHIFT)
+        # Every rank hears from every other, so each one notices; one bucket tells enough.
+        if (theirs != manner) & (stream < layout.world_size):
+            tl.store(reports_ptr + 1 + source, 1 + theirs + 4 * manner)
         expected = tl.load(before_ptr + stream) + count
         wait_ge(signals_ptr + layout.arrivals_word + stream, expected, watchdog_ptr, WAIT_ROWS, source)
         tl.store(after_ptr + stream, expected)
@@ -286,7 +299,7 @@ def dispatch_receive(
         tl.store(counts_ptr + expert, count)
     _join_programs(signals_ptr, watchdog_ptr, 2 * epoch, rank, layout)
     if program == 0:
-        _write_offsets(counts_ptr, offsets_ptr, overflow_ptr, layout)
+        _write_offsets(counts_ptr, offsets_ptr, reports_ptr, layout)
     for stream in range(layout.num_sources):
         count = tl.load(stream_counts_ptr + stream)
         for slot in range((program + stream) % num_programs, count, num_programs):
@@ -403,9 +416,7 @@ def _position(counts_ptr: tl.tensor, expert: tl.tensor, number: tl.tensor, layou
 
 
 @triton.jit
-def _write_offsets(
-    counts_ptr: tl.tensor, offsets_ptr: tl.tensor, overflow_ptr: tl.tensor, layout: tl.constexpr
-) -> None:
+def _write_offsets(counts_ptr: tl.tensor, offsets_ptr: tl.tensor, reports_ptr: tl.tensor, layout: tl.constexpr) -> None:
     """Writes where each expert's rows begin and where the last ones end, and whether there is no room for them."""
     experts = tl.arange(0, layout.expert_block)
     inside = experts < layout.local_experts
@@ -419,7 +430,7 @@ def _write_offsets(
     tl.store(offsets_ptr, tl.zeros([], tl.int64))
     tl.store(offsets_ptr + 1 + experts, ends.to(tl.int64), mask=inside)
     if needed > layout.capacity:
-        tl.store(overflow_ptr, needed.to(tl.int64))
+        tl.store(reports_ptr, needed.to(tl.int64))
 
 
 @triton.jit

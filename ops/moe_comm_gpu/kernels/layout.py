@@ -44,6 +44,7 @@ class Layout:
         combine_itemsize: most bytes of an element on the way back.
         per_expert: whether a row travels once to each expert rather than once to each rank.
         return_pairs: whether results come back in pairs rather than summed; always with ``per_expert``.
+        room_for_pairs: whether there is memory for pairs, whichever way results come back.
         contiguous: whether expert rows follow one another rather than lie in ``[L, capacity]``.
         capacity: rows of one expert, or of the whole rank when contiguous.
         row_multiple: contiguous: every expert begins at a multiple of it.
@@ -61,6 +62,7 @@ class Layout:
     combine_itemsize: int
     per_expert: bool
     return_pairs: bool
+    room_for_pairs: bool
     contiguous: bool
     capacity: int
     row_multiple: int
@@ -81,6 +83,7 @@ class Layout:
             combine_itemsize=config.combine_itemsize,
             per_expert=config.mode == "per_expert",
             return_pairs=config.mode == "per_expert",
+            room_for_pairs=config.mode == "per_expert" or config.late_weights,
             contiguous=config.layout == "contiguous",
             capacity=config.row_capacity,
             row_multiple=config.row_multiple,
@@ -140,11 +143,6 @@ class Layout:
     def returns_by_rank(self) -> bool:
         """Whether a summed row's place is the rank it comes from, rather than the first choice that went there."""
         return not self.return_pairs and self.world_size <= self.choices
-
-    @property
-    def num_return_staging(self) -> int:
-        """Places from which rows are sent back: for each received row, or each choice of each token that may come."""
-        return self.world_size * self.share * (self.choices if self.return_pairs else 1)
 
     # Bytes of rows.
 
@@ -208,12 +206,14 @@ class Layout:
     @property
     def regions(self) -> dict[str, tuple[int, int]]:
         """``(offset, bytes)`` of each region of a set's symmetric memory."""
+        most_choices = self.choices if self.room_for_pairs else 1
         sizes = {
             "signals": self.num_signals * WORD_BYTES,
             "send": self.share * self.row_bytes,
             "received": self.num_received * self.row_bytes,
-            "return_staging": self.num_return_staging * self.return_bytes,
-            "returned": self.max_num_tokens * self.returns * self.return_bytes,
+            # Rows are sent back from a place for each received row, or for each choice of each token that may come.
+            "return_staging": self.world_size * self.share * most_choices * self.return_bytes,
+            "returned": self.max_num_tokens * max(self.returns, most_choices) * self.return_bytes,
         }
         placed, offset = {}, 0
         for name, size in sizes.items():

@@ -254,8 +254,13 @@ def _refuse_capture(what: str) -> None:
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton compiles anew for, roughly: the type of an argument."""
-    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+    """What Triton compiles anew for: an argument's type, and of an address whether it is a multiple of 16.
+
+    Kernels ask it not to look at the values of numbers.
+    """
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return type(argument)
 
 
 def _core() -> Any:
