@@ -23,7 +23,6 @@ P is q dq + k dk without x and the diagonal, the last sum with a minus sign: wha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +42,7 @@ from ops.kda_tpu.pallas.common import (
     nn,
     nt,
     rsqrt_of_square_sum,
+    softplus_decay,
     split,
     tn,
 )
@@ -278,20 +278,9 @@ def _bounded_decay(form: Form, at: Any, lower_bound: float) -> Array:
 
 
 def _softplus_decay(form: Form, at: Any) -> Array:
-    """-exp(a_log) softplus(z) log2 e, z = x + bias; saves its slope exp(a_log) sigmoid(z) and its value.
-
-    Where u = e^z is small, softplus(z) = u (1 - u / 2) and u's exponent joins that of exp(a_log): their product may be
-    of ordinary size where neither factor is. What overflows elsewhere is below the floor.
-    """
+    """-exp(a_log) softplus(x + bias) log2 e; saves its slope (of the natural log) and its value."""
     assert form.floor is not None
-    z = _shifted(form, at)
-    z_log2 = z * LOG2_E
-    small = z_log2 < -8.0
-    u = jnp.exp2(jnp.minimum(z_log2, 30.0))
-    low = jnp.exp2(z_log2 + (at.gate_row(2) - math.log2(LOG2_E)))
-    softplus = jnp.maximum(jnp.log(1.0 + u), z)
-    log2_decay = jnp.where(small, low * (u * (0.5 * LOG2_E) - LOG2_E), softplus * (at.gate_row(1) * -LOG2_E))
-    slope = jnp.where(small, low, u * at.gate_row(1)) * pl.reciprocal(1.0 + u, approx=not form.exact)
+    log2_decay, slope = softplus_decay(at.gate(), at.gate_row, form.gate, form.exact)
     at.save("gate_slope", jnp.where(log2_decay > form.floor, slope, 0.0))
     log2_decay = jnp.maximum(log2_decay, form.floor)
     at.save("log2_decay", log2_decay)
@@ -310,7 +299,7 @@ def _emit_d_gate(form: Form, at: Any, d_log_decay: Array) -> None:
         at.add_d_gate(d_log_decay)
         return
     if form.gate.lower_bound is None:
-        d_gate = -d_log_decay * at.saved("gate_slope")
+        d_gate = d_log_decay * at.saved("gate_slope")
         d_a_log = d_log_decay * at.saved("log2_decay")
     else:
         d_gate = d_log_decay * at.saved("gate_slope") * (at.gate_row(1) * form.gate.lower_bound)

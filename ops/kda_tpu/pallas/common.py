@@ -8,13 +8,14 @@ precision of a product is chosen by the dtype of its operands and can be read at
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ops.kda_tpu.contract import Problem
 
@@ -22,6 +23,7 @@ LOG2_E = math.log2(math.e)
 LOWEST_LOG2_DECAY = -150.0
 """No log2 decay below this: 2^-150 is 0 in float32, and finite sums of it keep inf - inf out."""
 _LARGEST_A_LOG = 80.0  # exp of it is finite, and large enough to reach every bound of a gate
+_STEEP_A_LOG = 7.0
 _Result = TypeVar("_Result")
 Phases = Generator["Need | Done | None", None, _Result]
 """Part of a stage: yields at the end of each phase (see :func:`interleave`) and returns a result."""
@@ -95,38 +97,88 @@ class GateForm:
 
 
 def gate_rows(problem: Problem, width: int) -> jax.Array:
-    """Per-head constants of the gate, float32 [H, 8, width]: bias, exp(a_log), a_log log2 e + log2 log2 e, zeros."""
+    """Per-head constants of the gate, float32 [H, 8, width].
+
+    Rows 0 to 2: bias, exp(a_log), a_log log2 e. Rows 3 to 7 are those of :func:`_rounded_softplus`.
+    """
     assert problem.a_log is not None
     heads, channels = problem.query.shape[0], problem.query.shape[3]
     bias = jnp.zeros((heads, channels)) if problem.delta_time_bias is None else problem.delta_time_bias
     bias = jnp.pad(bias, ((0, 0), (0, width - channels)))
-    slope = jnp.exp(jnp.minimum(problem.a_log, _LARGEST_A_LOG))
-    logarithm = problem.a_log * LOG2_E + math.log2(LOG2_E)
-    rows = [bias, *(jnp.broadcast_to(x[:, None], (heads, width)) for x in (slope, logarithm))]
-    return jnp.pad(jnp.stack(rows, axis=1), ((0, 0), (0, 5), (0, 0)))
+    a_log = problem.a_log[:, None]
+    slope = jnp.exp(jnp.minimum(a_log, _LARGEST_A_LOG))
+    steep = a_log > _STEEP_A_LOG
+    curved, straight = jnp.where(steep, 0.0, -slope), jnp.where(steep, -1.0, 0.0)
+    joined = bias + jnp.where(steep, a_log, 0.0)
+    rows = [bias, slope, a_log * LOG2_E, joined, curved * LOG2_E, straight * LOG2_E, curved, straight]
+    return jnp.stack([jnp.broadcast_to(x, (heads, width)) for x in rows], axis=1)
 
 
-def log2_decay(gate: jax.Array, rows: jax.Array | None, form: GateForm) -> jax.Array:
-    """Log2 of the decay, at least LOWEST_LOG2_DECAY.
+def log2_decay(
+    gate: jax.Array,
+    row: Callable[[int], jax.Array] | None,
+    form: GateForm,
+    exact: bool,
+    lowest: float = LOWEST_LOG2_DECAY,
+) -> jax.Array:
+    """Log2 of the decay, at least ``lowest``.
 
     bounded    log2 e lower_bound sigmoid(exp(a_log) (gate + bias))
-    softplus   -exp(a_log) log2(1 + 2^z), z = log2 e (gate + bias); for z < -12 its first term, whose exponents are
-               added before they are raised, since the factors alone leave float32's range
+    softplus   -log2 e exp(a_log) log(1 + e^(gate + bias)), see :func:`softplus_decay`
 
     Args:
         gate: [C, K] float32, raw or the natural log of the decay.
-        rows: [8, K] of :func:`gate_rows`, None if ``gate`` is not raw.
+        row: gives a row [1, K] of :func:`gate_rows`; None if ``gate`` is not raw.
         form: which of these.
+        exact: float32 precision; else that of bfloat16 operands.
+        lowest: below this a decay counts as this.
     """
-    if rows is None:
-        return jnp.maximum(gate * LOG2_E, LOWEST_LOG2_DECAY)
-    shifted = gate + rows[0:1] if form.has_bias else gate
-    if form.lower_bound is not None:
-        decay = form.lower_bound * LOG2_E / (1.0 + jnp.exp2(shifted * (rows[1:2] * -LOG2_E)))
-        return jnp.maximum(decay, LOWEST_LOG2_DECAY) if -form.lower_bound * LOG2_E > -LOWEST_LOG2_DECAY else decay
-    z = shifted * LOG2_E
-    softplus = jnp.maximum(z, 0.0) + LOG2_E * jnp.log(1.0 + jnp.exp2(-jnp.abs(z)))
-    return jnp.maximum(-jnp.where(z < -12.0, jnp.exp2(z + rows[2:3]), softplus * rows[1:2]), LOWEST_LOG2_DECAY)
+    if row is None:
+        return jnp.maximum(gate * LOG2_E, lowest)
+    if form.lower_bound is None:
+        return jnp.maximum(softplus_decay(gate, row, form, exact)[0], lowest)
+    shifted = gate + row(0) if form.has_bias else gate
+    decay = form.lower_bound * LOG2_E / (1.0 + jnp.exp2(shifted * (row(1) * -LOG2_E)))
+    return jnp.maximum(decay, lowest) if -form.lower_bound * LOG2_E > -lowest else decay
+
+
+def softplus_decay(
+    gate: jax.Array, row: Callable[[int], jax.Array], form: GateForm, exact: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Softplus form: log2 of the decay and the derivative of its natural log by ``gate``, which may be -inf.
+
+    With u = e^z, z = gate + bias, these are -log2 e exp(a_log) log(1 + u) and -exp(a_log) u / (1 + u). Where u is small
+    its exponent joins that of exp(a_log): their product may be of ordinary size where neither factor is.
+
+    Args:
+        gate: [C, K] float32, raw.
+        row: gives a row [1, K] of :func:`gate_rows`.
+        form: of the gate.
+        exact: float32 precision; else that of bfloat16 operands.
+    """
+    if not exact:
+        return _rounded_softplus(gate, row)
+    z = gate + row(0) if form.has_bias else gate
+    z_log2 = z * LOG2_E
+    small = z_log2 < -8.0
+    u = jnp.exp2(jnp.minimum(z_log2, 30.0))
+    low = jnp.exp2(z_log2 + row(2))
+    softplus = jnp.maximum(jnp.log(1.0 + u), z)
+    decay = jnp.where(small, low * (u * (0.5 * LOG2_E) - LOG2_E), softplus * (row(1) * -LOG2_E))
+    return decay, jnp.where(small, -low, u * -row(1)) / (1.0 + u)
+
+
+def _rounded_softplus(gate: jax.Array, row: Callable[[int], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """:func:`softplus_decay` to bfloat16's precision with one exponential; each head has one formula of two.
+
+    Up to a_log = _STEEP_A_LOG that of the text (rounding 1 + u costs exp(a_log) 2^-24). Beyond it a decay is of
+    ordinary size only where u is so small that log(1 + u) is u; exp(a_log) u is e^(z + a_log). The rows choose: bias
+    or bias + a_log, then the factors of log(1 + e) and e in the decay, of 1 / (1 + e) and 1 in the derivative.
+    """
+    z = gate + row(3)
+    e = jnp.exp2(jnp.minimum(z, 20.0) * LOG2_E)
+    decay = jnp.maximum(jnp.log(1.0 + e), z) * row(4) + e * row(5)
+    return decay, e * (row(6) * pl.reciprocal(1.0 + e, approx=True) + row(7))
 
 
 @dataclass(frozen=True)

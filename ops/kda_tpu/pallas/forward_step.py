@@ -247,8 +247,9 @@ class _Tiles:
             x = self._select(self.front, unit, source[unit.at].astype(jnp.float32))
             factor: Any = rsqrt_of_square_sum(x) * scale if layout.normalise else scale
             target[self._unit_at(self.front, unit)] = x * factor
-        rows = refs.gate_rows[unit.head] if layout.gate.activated else None
-        decay = log2_decay(refs.gate[unit.at].astype(jnp.float32), rows, layout.gate)
+        gate = refs.gate[unit.at].astype(jnp.float32)
+        rows = (lambda n: refs.gate_rows[unit.head, n : n + 1]) if layout.gate.activated else None
+        decay = log2_decay(gate, rows, layout.gate, layout.dtype == jnp.float32, layout.intra.lowest)
         return self._select(self.front, unit, decay)
 
     def _invert(self, group: list[tuple[int, Unit, Unit]]) -> Stage:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops.kda_tpu.pallas.common import GateForm, Phases, iota, nn, nt, split
+from ops.kda_tpu.pallas.common import LOWEST_LOG2_DECAY, GateForm, Phases, iota, nn, nt, split
 from ops.kda_tpu.pallas.config import CHUNK
 
 _SUBLANES = 8
@@ -39,7 +39,7 @@ class IntraForm:
     Attributes:
         anchor_rows: rows of the innermost blocks: 16 or 8; 1 is the tree all the way down.
         clamp: largest -log2 decay of a token used inside those blocks, None if no gate exceeds it. A pair across a
-            clamped token counts with 2^-clamp instead of less.
+            clamped token counts with 2^-clamp instead of less. Without ``local_sums`` every sum has the clamped decays.
         bias: added to the exponents of the left factor and taken from the right one, so that both use half the range.
         local_sums: sums of decays are formed from their own terms, not as differences of G.
     """
@@ -69,7 +69,12 @@ class IntraForm:
         """Arrays [C, K] of decay sums kept for a head and chunk."""
         if self.local_sums:
             return 2 + len(self.levels) + (self.anchor_rows > 1)
-        return 1 if self.clamp is None else 2
+        return 1
+
+    @property
+    def lowest(self) -> float:
+        """Log2 decay of a token below which it counts as this, everywhere."""
+        return LOWEST_LOG2_DECAY if self.clamp is None or self.local_sums else -self.clamp
 
 
 def sum_matrix(form: IntraForm) -> np.ndarray:
@@ -129,10 +134,10 @@ class DecaySums:
         """From the first row of its innermost block to each row, plus the bias; the right factor takes its negative."""
         if self.form.local_sums:
             return self.read(self.form.sums - 1, slice(0, CHUNK)) + self.form.bias
-        at, rows, parts = 0 if self.form.clamp is None else 1, self.form.anchor_rows, []
+        rows, parts = self.form.anchor_rows, []
         for start in range(0, CHUNK, rows):
-            anchor = self.read(at, slice(start, start + 1)) - self.form.bias
-            parts.append(self.read(at, slice(start, start + rows)) - anchor)
+            anchor = self.read(0, slice(start, start + 1)) - self.form.bias
+            parts.append(self.read(0, slice(start, start + rows)) - anchor)
         return jnp.concatenate(parts, axis=0)
 
 
@@ -350,12 +355,13 @@ def decay_sums(decay: Sequence[jax.Array], matrix: jax.Array, form: IntraForm) -
     form.
 
     Args:
-        decay: log2 decays of each head and chunk, float32.
+        decay: log2 decays of each head and chunk, float32, at least ``form.lowest``.
         matrix: :func:`sum_matrix` repeated along columns for each bfloat16 term.
         form: which sums.
     """
     terms = matrix.shape[1] // CHUNK
-    columns = [d for x in decay for d in ((x,) if form.clamp is None else (x, jnp.maximum(x, -form.clamp)))]
+    clamp = form.clamp if form.local_sums else None
+    columns = [d for x in decay for d in ((x,) if clamp is None else (x, jnp.maximum(x, -clamp)))]
     width, found = decay[0].shape[1], []
     for n in range(0, len(columns), 2):
         wide = jnp.concatenate(columns[n : n + 2], axis=1)
@@ -363,9 +369,6 @@ def decay_sums(decay: Sequence[jax.Array], matrix: jax.Array, form: IntraForm) -
         for start in range(0, wide.shape[1], width):
             column = product[:, start : start + width]
             found.append([column[at : at + CHUNK] for at in range(0, column.shape[0], CHUNK)])
-    if form.clamp is None:
+    if clamp is None:
         return found
-    return [
-        [*(plain[:-1] if form.local_sums else plain), clamped[-1]]
-        for plain, clamped in zip(found[::2], found[1::2], strict=True)
-    ]
+    return [[*plain[:-1], clamped[-1]] for plain, clamped in zip(found[::2], found[1::2], strict=True)]
