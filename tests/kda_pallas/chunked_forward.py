@@ -8,14 +8,9 @@ import numpy as np
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas import schedule
 from ops.kda_tpu.pallas.config import Config
-from ops.kda_tpu.pallas.residuals import Residuals
+from ops.kda_tpu.pallas.residuals import Residuals, kernel_width
 
 BETA_FLOOR = 2.0**-50
-
-
-def kernel_width(size: int) -> int:
-    """Width of the kernels' blocks for a problem of ``size`` channels."""
-    return size if size % 64 == 0 else -(-size // 128) * 128
 
 
 def residuals(problem: Problem, config: Config) -> Residuals:

@@ -24,7 +24,7 @@ STEP = Config(chunks_per_step=2, heads_per_step=2, backward="split")
     ("config", "options"),
     [
         (replace(SPLIT, sub_block="tree"), {"dtype": "float32", "gate": "softplus", "ids": PACKED, "slots": 4}),
-        (STEP, {"dtype": "bfloat16", "gate": "bounded", "heads": 4, "tokens": 200}),
+        (replace(STEP, heads_per_step=1), {"dtype": "bfloat16", "gate": "bounded", "heads": 2, "tokens": 200}),
         (SPLIT, {"dtype": "bfloat16", "gate": "log", "normalize": False, "scale": -0.3, "final": False}),
     ],
     ids=["float32-packed", "chunks-and-heads", "log-decay"],

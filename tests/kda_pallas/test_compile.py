@@ -16,7 +16,8 @@ from bench.static_profile.chips import CHIPS
 from bench.static_profile.compiler import Compiled
 from bench.static_profile.profile import compile_for, profile
 from ops.kda_tpu.pallas.backend import INTERPRET_VARIABLE, with_options
-from ops.kda_tpu.pallas.config import Config, ProblemShape, vmem_bytes, vmem_limit_bytes
+from ops.kda_tpu.pallas.config import Config, ProblemShape, vmem_limit_bytes
+from ops.kda_tpu.pallas.vmem import vmem_bytes
 
 pytest.importorskip(
     "libtpu", reason="libtpu, the TPU compiler, is not installed: pip install 'accelerator-ops[kda-tpu]'"
@@ -25,6 +26,7 @@ pytest.importorskip(
 SMALL = Case("small", heads=2, tokens=256)
 SEGMENTS = {"tokens": 300, "lengths": (70, 0, 129, 90)}  # begin inside tiles, one is empty, padding behind
 SMALL_CONFIG = Config(chunks_per_step=2, heads_per_step=2)
+SPLIT = replace(SMALL_CONFIG, backward="split")
 
 CLASSES = MappingProxyType(
     {
@@ -41,12 +43,15 @@ CLASSES = MappingProxyType(
         "wide": (replace(SMALL, key_dim=256, value_dim=129), SMALL_CONFIG),
         "narrow": (replace(SMALL, key_dim=16, value_dim=64, gate="log"), SMALL_CONFIG),
         "batch-and-head-groups": (replace(SMALL, heads=6, batch=2), replace(SMALL_CONFIG, backward_heads_per_step=3)),
+        "split": (SMALL, SPLIT),
+        "split-segments": (replace(SMALL, gate="softplus", **SEGMENTS), SPLIT),
+        "split-float32": (replace(SMALL, dtype="float32", key_dim=100, value_dim=60), replace(SPLIT, sub_block="tree")),
         "one-head-one-chunk": (replace(SMALL, heads=1), Config(chunks_per_step=1, heads_per_step=1)),
     }
 )
-# Segments, both memory policies, unaligned widths, nothing saved; every chip once.
+# Segments, both memory policies, unaligned widths, nothing saved, both backwards; every chip once.
 COVERING = [
-    ("segments", "v6e"), ("rematerializing", "tpu7x"), ("unaligned", "v5e"), ("forward-only", "v5p"),
+    ("segments", "v6e"), ("rematerializing", "tpu7x"), ("unaligned", "v5e"), ("forward-only", "v5p"), ("split", "v5p"),
 ]  # fmt: skip
 
 
@@ -63,7 +68,7 @@ def launches(result: Compiled) -> int:
 
 @pytest.mark.parametrize(("name", "chip"), COVERING)
 def test_covering_subset(name, chip, monkeypatch):
-    expected = {"forward-only": 1, "rematerializing": 3}.get(name, 2)
+    expected = {"forward-only": 1, "rematerializing": 3, "split": 4}.get(name, 2)
     assert launches(compiled(name, chip, monkeypatch)) == expected
 
 
@@ -90,18 +95,22 @@ def test_chosen_configuration_compiles_at_full_size(name, chip, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(), (500, 300, 200)], ids=["fixed", "segments"])
+@pytest.mark.parametrize("backward", ["fused", "split"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_vmem_estimate_is_an_upper_bound(dtype, monkeypatch):
+def test_vmem_estimate_is_an_upper_bound(dtype, backward, lengths, monkeypatch):
     monkeypatch.setenv(INTERPRET_VARIABLE, "0")
-    case = replace(SMALL, heads=4, tokens=1024, dtype=dtype)
-    config = Config(chunks_per_step=2, heads_per_step=4, sub_block="tree" if dtype == "float32" else "clamped")
+    case = replace(SMALL, heads=4, tokens=1024, dtype=dtype, lengths=lengths)
+    sub_block = "tree" if dtype == "float32" else "clamped"
+    config = Config(chunks_per_step=2, heads_per_step=4, sub_block=sub_block, backward=backward)
     report = profile(
         kda_cases.program(with_options(config=config), case), kda_cases.arguments(case, kda_cases.specs(case)), "v6e"
     )
-    estimate = vmem_bytes(config, ProblemShape(4, 1, 1024, 128, 128, dtype))
+    shape = ProblemShape(4, 1, 1024, 128, 128, dtype, segmented=bool(lengths), lower_bound=case.lower_bound)
+    estimate = vmem_bytes(config, shape)
+    assert {kernel.name for kernel in report.kernels} == set(estimate)
     for kernel in report.kernels:
-        estimated = estimate[kernel.name.removeprefix("kda_")]
-        assert estimated / 2 <= kernel.schedule.vmem.total <= estimated
+        assert estimate[kernel.name] / 2 <= kernel.schedule.vmem.total <= estimate[kernel.name], kernel.name
 
 
 def test_trace_does_not_grow_with_the_batch(monkeypatch):

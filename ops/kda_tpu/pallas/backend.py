@@ -83,7 +83,13 @@ def _shape(problem: Problem) -> ProblemShape:
     V = problem.value.shape[3]
     dtype = str(compute_dtype(problem))
     segmented = problem.segment_ids is not None
-    return ProblemShape(H, B, T, K, V, dtype=dtype, segmented=segmented, lower_bound=problem.lower_bound)
+    return ProblemShape(
+        *(H, B, T, K, V),
+        dtype=dtype,
+        segmented=segmented,
+        lower_bound=problem.lower_bound,
+        gate_dtype=str(problem.gate.dtype),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -20,11 +20,11 @@ from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas.backward_chunk import Form, chunk_gradients, gate_matrix, prefix_matrix, saved_arrays
 from ops.kda_tpu.pallas.backward_launch import Kernel, Launch, Operand, Result
 from ops.kda_tpu.pallas.backward_pairs import PairForm
-from ops.kda_tpu.pallas.backward_split import split_backward
+from ops.kda_tpu.pallas.backward_split import split_backward, split_kernels
 from ops.kda_tpu.pallas.backward_view import PARAMETER_ROWS
 from ops.kda_tpu.pallas.common import LOG2_E, GateForm, gate_rows
 from ops.kda_tpu.pallas.config import Config
-from ops.kda_tpu.pallas.residuals import Residuals
+from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, kernel_width
 from ops.kda_tpu.pallas.schedule import StepTable
 
 Array = jax.Array
@@ -64,19 +64,41 @@ def backward(
     Returns:
         Gradients, padding rows exactly zero.
     """
-    form = _form(problem, residuals, config)
+    form = form_of(problem, config)
     launch = Launch(form, problem, residuals.steps, interpret)
     reads = _operands(form, launch, problem, residuals, d_output, d_final_state)
     writes = _results(form, launch, problem)
     if config.backward == "split":
         results = split_backward(form, launch, reads, writes)
     else:
-        results = launch.call(fused_kernel(form), reads, writes)
+        results = launch.call(_fused_kernel(form), reads, writes)
     return _gradients(form, problem, residuals.steps, d_final_state, results, launch)
 
 
-def fused_kernel(form: Form) -> Kernel:
-    """The kernel that does it all."""
+def form_of(problem: Problem, config: Config) -> Form:
+    """What the kernels' code depends on; of the problem only shapes and dtypes are looked at."""
+    gate, dtype = GateForm.of(problem), compute_dtype(problem)
+    return Form(
+        heads=config.backward_heads,
+        chunks=config.chunks_per_step,
+        chunk=config.chunk,
+        key_dim=kernel_width(problem.query.shape[3]),
+        value_dim=kernel_width(problem.value.shape[3]),
+        dtype=dtype,
+        scale=problem.scale,
+        gate=gate,
+        normalize=problem.use_qk_l2norm,
+        masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
+        pairs=PairForm.choose(config.sub_block, gate, dtype, problem.scale),
+    )
+
+
+def kernels(form: Form, config: Config) -> list[Kernel]:
+    """The kernels that a configuration launches, in order."""
+    return split_kernels(form) if config.backward == "split" else [_fused_kernel(form)]
+
+
+def _fused_kernel(form: Form) -> Kernel:
     return Kernel("kda_backward", chunk_gradients, carries_state=True, saved=saved_arrays(form))
 
 
@@ -128,23 +150,6 @@ def _results(form: Form, launch: Launch, problem: Problem) -> dict[str, Result]:
         states = shape((B, problem.num_segments, H, V, K), jnp.float32)
         found["d_initial"] = Result(states, launch.per_slot(), shared=False)
     return found
-
-
-def _form(problem: Problem, residuals: Residuals, config: Config) -> Form:
-    gate, dtype = GateForm.of(problem), residuals.v_new.dtype
-    return Form(
-        heads=config.backward_heads,
-        chunks=config.chunks_per_step,
-        chunk=config.chunk,
-        key_dim=residuals.states.shape[-1],
-        value_dim=residuals.states.shape[-2],
-        dtype=dtype,
-        scale=problem.scale,
-        gate=gate,
-        normalize=problem.use_qk_l2norm,
-        masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
-        pairs=PairForm.choose(config.sub_block, gate, dtype, problem.scale),
-    )
 
 
 def _gradients(

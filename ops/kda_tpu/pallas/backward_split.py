@@ -54,43 +54,42 @@ def split_backward(
     Returns:
         The results.
     """
-    passed = _intermediates(form, launch)
+    everything = {**_intermediates(form, launch), **results}
     known: dict[str, Operand] = dict(operands)
     found: dict[str, Array] = {}
-    for kernel, reads, writes in (
-        (prepare_kernel(form), _PREPARE_READS, ("qg", "w", "kg", "decay", "d_aqk", "dv_local")),
-        (state_kernel(), _STATE_READS, ("d_states", "dv", "d_value", "d_initial")),
-        (finish_kernel(form), _FINISH_READS, ("d_query", "d_key", "d_gate", "d_beta", "d_parameters")),
-    ):
-        wanted = {name: x for name in writes if (x := {**passed, **results}.get(name)) is not None}
+    for kernel, reads, writes in zip(split_kernels(form), _READS, _WRITES, strict=True):
+        wanted = {name: everything[name] for name in writes if name in everything}
         arrays = launch.call(kernel, {name: known[name] for name in reads if name in known}, wanted)
         known |= {name: Operand(array, wanted[name].spec) for name, array in arrays.items()}
         found |= arrays
     return {name: found[name] for name in results}
 
 
-_PREPARE_READS = ("query", "key", "gate", "v_new", "d_output", "slab", "prefix_matrix", "parameters", "ids")
-_STATE_READS = ("qg", "w", "kg", "decay", "dv_local", "d_output", "slab", "ids", "d_final")
-_FINISH_READS = (
-    *("query", "key", "gate", "beta", "v_new", "d_output", "dv", "d_aqk", "states", "d_states"),
-    *("prefix_matrix", "gate_matrix", "parameters", "ids"),
+# What each kernel reads and writes, where the problem has it.
+_READS = (
+    ("query", "key", "gate", "v_new", "d_output", "slab", "prefix_matrix", "parameters", "ids"),
+    ("qg", "w", "kg", "decay", "dv_local", "d_output", "slab", "ids", "d_final"),
+    (
+        *("query", "key", "gate", "beta", "v_new", "d_output", "dv", "d_aqk", "states", "d_states"),
+        *("prefix_matrix", "gate_matrix", "parameters", "ids"),
+    ),
+)
+_WRITES = (
+    ("qg", "w", "kg", "decay", "d_aqk", "dv_local"),
+    ("dv", "d_states", "d_value", "d_initial"),
+    ("d_query", "d_key", "d_gate", "d_beta", "d_parameters"),
 )
 
 
-def prepare_kernel(form: Form) -> Kernel:
-    """The kernel before the state's recurrence."""
-    kept = {name: dtype for name, dtype in saved_arrays(form).items() if name in ("query", "key")}
-    return Kernel("kda_backward_prepare", _prepare, carries_state=False, saved=kept)
-
-
-def state_kernel() -> Kernel:
-    """The state's recurrence, from the last chunk to the first."""
-    return Kernel("kda_backward_state", _recur, carries_state=True)
-
-
-def finish_kernel(form: Form) -> Kernel:
-    """The kernel behind the state's recurrence."""
-    return Kernel("kda_backward_finish", _finish, carries_state=False, saved=saved_arrays(form))
+def split_kernels(form: Form) -> list[Kernel]:
+    """The three kernels in order."""
+    saved = saved_arrays(form)
+    kept = {name: dtype for name, dtype in saved.items() if name in ("query", "key")}
+    return [
+        Kernel("kda_backward_prepare", _prepare, carries_state=False, saved=kept),
+        Kernel("kda_backward_state", _recur, carries_state=True),
+        Kernel("kda_backward_finish", _finish, carries_state=False, saved=saved),
+    ]
 
 
 def _intermediates(form: Form, launch: Launch) -> dict[str, Result]:

@@ -74,6 +74,7 @@ class ProblemShape:
     Attributes:
         heads, batch, tokens, key_dim, value_dim: H, B, T, K, V.
         dtype: compute dtype of the kernels, ``"bfloat16"`` or ``"float32"``.
+        gate_dtype: dtype of the gate; None for the compute dtype.
         segmented: whether segment ids are given.
         lower_bound: bound of the log decay of a token in nats, None if there is none.
     """
@@ -86,6 +87,7 @@ class ProblemShape:
     dtype: str = "bfloat16"
     segmented: bool = False
     lower_bound: float | None = None
+    gate_dtype: str | None = None
 
     @property
     def itemsize(self) -> int:
@@ -107,30 +109,6 @@ def round_up(value: int, multiple: int) -> int:
 def largest_divisor(number: int, at_most: int) -> int:
     """Largest divisor of ``number`` that is at most ``at_most``."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
-
-
-def vmem_bytes(config: Config, shape: ProblemShape) -> dict[str, int]:
-    """Estimated VMEM of the forward and backward kernels: double-buffered blocks, scratch, room for spills.
-
-    The backward's windows are query, key, gate, value, v_new, d_output, slab and states in, four gradients out; the
-    forward's are its five inputs and output and what it saves. ``tests/kda_pallas/test_compile.py`` holds the estimate
-    against the compiler's own figure.
-    """
-    key, value = round_up(shape.key_dim, LANES), round_up(shape.value_dim, LANES)
-    slab = round_up(2 * config.chunk, LANES)
-    state = value * key
-
-    def kernel(heads: int, row_lanes: int, saved_states: int) -> int:
-        windows = 2 * heads * (config.tile * row_lanes + config.chunks_per_step * state * saved_states) * shape.itemsize
-        edge_states = (2 * 2 + 1) * heads * state * 4  # state in, state out, double-buffered; the running state
-        spills = heads * config.tile * 8 * max(key, value) * 4
-        return windows + edge_states + spills
-
-    saves = 0 if config.rematerialize_for_backward else 1
-    return {
-        "forward": kernel(config.heads_per_step, 3 * key + (2 + saves) * value + saves * slab, saves),
-        "backward": kernel(config.backward_heads, 6 * key + 4 * value + slab, 1),
-    }
 
 
 def vmem_limit_bytes(chip: str | None = None) -> int:
@@ -157,11 +135,13 @@ def why_illegal(config: Config, shape: ProblemShape, chip: str | None = None) ->
             return f"{name}: expected one of {choices}, got {value!r}"
     if not 1 <= shape.key_dim <= MAX_KEY_DIM:
         return f"key dimension: expected 1 to {MAX_KEY_DIM}, got {shape.key_dim}; use the 'xla' backend"
+    from ops.kda_tpu.pallas.vmem import vmem_bytes  # loads the kernels, which load this module
+
     limit = vmem_limit_bytes(chip)
     for kernel, needed in vmem_bytes(config, shape).items():
         if needed > limit:
             return (
-                f"the {kernel} kernel needs about {needed / MIB:.0f} MiB of VMEM, {chip or 'every chip'} has "
+                f"the kernel {kernel} needs about {needed / MIB:.0f} MiB of VMEM, {chip or 'every chip'} has "
                 f"{limit / MIB:.0f}; lower chunks_per_step or heads_per_step"
             )
     return None

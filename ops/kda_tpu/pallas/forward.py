@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas.common import GateForm, gate_rows
-from ops.kda_tpu.pallas.config import CHUNK, Config, vmem_limit_bytes
+from ops.kda_tpu.pallas.config import CHUNK, Config, current_chip, vmem_limit_bytes
 from ops.kda_tpu.pallas.forward_step import Layout, run_step
 from ops.kda_tpu.pallas.intra import IntraForm, sum_matrix
 from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, kernel_width
@@ -50,27 +50,10 @@ def forward(
     """
     H, B, T, K = problem.query.shape
     V = problem.value.shape[3]
-    tile = config.tile
-    masked = problem.segment_ids is not None or T % tile != 0
-    gate = GateForm.of(problem)
-    dtype = compute_dtype(problem)
-    steps = plan(problem.segment_ids, problem.num_segments, B, T, tile)
-    layout = Layout(
-        heads=config.heads_per_step,
-        chunks=config.chunks_per_step,
-        key_width=kernel_width(K),
-        value_width=kernel_width(V),
-        num_steps=steps.num_steps,
-        dtype=dtype,
-        scale=problem.scale,
-        normalise=problem.use_qk_l2norm,
-        gate=gate,
-        intra=IntraForm.choose(config.sub_block, gate, local_sums=dtype == jnp.float32),
-        masked=masked,
-        save=save,
-    )
+    steps = plan(problem.segment_ids, problem.num_segments, B, T, config.tile)
+    layout = layout_of(problem, config, steps.num_steps, save)
     inputs, outputs = _operands(problem, layout)
-    tables = dict(zip(_TABLE, steps.flat(), strict=True)) if masked else {}
+    tables = dict(zip(_TABLE, steps.flat(), strict=True)) if layout.masked else {}
     names = [*tables, *inputs, *outputs, *layout.scratch()]
     results = pl.pallas_call(
         lambda *refs: run_step(layout, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
@@ -84,7 +67,7 @@ def forward(
         ),
         input_output_aliases={len(tables) + list(inputs).index("initial"): list(outputs).index("state")},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes()
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes(current_chip())
         ),
         interpret=interpret,
         name="kda_forward",
@@ -93,6 +76,25 @@ def forward(
     final_state = jnp.swapaxes(found["state"], 3, 4)[..., :K, :V]
     residuals = Residuals(found["v_new"], found["slab"], found["states"], steps) if save else None
     return found["output"][..., :V], final_state, residuals
+
+
+def layout_of(problem: Problem, config: Config, num_steps: int, save: bool) -> Layout:
+    """What is static in the kernel of a problem, of which only shapes and dtypes are looked at."""
+    gate, dtype = GateForm.of(problem), compute_dtype(problem)
+    return Layout(
+        heads=config.heads_per_step,
+        chunks=config.chunks_per_step,
+        key_width=kernel_width(problem.query.shape[3]),
+        value_width=kernel_width(problem.value.shape[3]),
+        num_steps=num_steps,
+        dtype=dtype,
+        scale=problem.scale,
+        normalise=problem.use_qk_l2norm,
+        gate=gate,
+        intra=IntraForm.choose(config.sub_block, gate, local_sums=dtype == jnp.float32),
+        masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
+        save=save,
+    )
 
 
 def _operands(problem: Problem, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
