@@ -38,7 +38,7 @@ def own_accesses(launch: Launch, arch: int) -> Counter[tuple[str, int]]:
         with contextlib.redirect_stdout(io.StringIO()):
             try:
                 triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.num_warps})
-            except Exception as error:  # noqa: BLE001 - Triton's versions name it differently
+            except Exception as error:
                 if "Unresolved extern" not in str(error):
                     raise
         (path,) = Path(folder).rglob("*.ptx")
