@@ -25,7 +25,7 @@ STEP = Config(chunks_per_step=2, heads_per_step=2, backward="split")
     [
         (replace(SPLIT, sub_block="tree"), {"dtype": "float32", "gate": "softplus", "ids": PACKED, "slots": 4}),
         (replace(STEP, heads_per_step=1), {"dtype": "bfloat16", "gate": "bounded", "heads": 2, "tokens": 200}),
-        (SPLIT, {"dtype": "bfloat16", "gate": "log", "normalize": False, "scale": -0.3, "final": False}),
+        (SPLIT, {"dtype": "bfloat16", "gate": "log", "tokens": 64, "normalize": False, "scale": -0.3, "final": False}),
     ],
     ids=["float32-packed", "chunks-and-heads", "log-decay"],
 )

@@ -16,7 +16,7 @@ from bench.static_profile.chips import CHIPS
 from bench.static_profile.compiler import Compiled
 from bench.static_profile.profile import compile_for, profile
 from ops.kda_tpu.pallas.backend import INTERPRET_VARIABLE, with_options
-from ops.kda_tpu.pallas.config import Config, ProblemShape, vmem_limit_bytes
+from ops.kda_tpu.pallas.config import MIB, Config, ProblemShape, vmem_limit_bytes
 from ops.kda_tpu.pallas.vmem import vmem_bytes
 
 pytest.importorskip(
@@ -110,7 +110,8 @@ def test_vmem_estimate_is_an_upper_bound(dtype, backward, lengths, monkeypatch):
     estimate = vmem_bytes(config, shape)
     assert {kernel.name for kernel in report.kernels} == set(estimate)
     for kernel in report.kernels:
-        assert estimate[kernel.name] / 2 <= kernel.schedule.vmem.total <= estimate[kernel.name], kernel.name
+        total = kernel.schedule.vmem.total
+        assert total <= estimate[kernel.name] <= 2 * total + MIB, kernel.name
 
 
 def test_trace_does_not_grow_with_the_batch(monkeypatch):
