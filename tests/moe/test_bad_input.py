@@ -20,7 +20,7 @@ from tests.moe import harness
 from tests.moe.workers import workers
 
 CONFIG = Config(max_num_tokens=4, num_experts=4, experts_per_token=2, hidden=16)
-PAIR = replace(CONFIG, world_size=2, timeout_s=20)
+PAIR = replace(CONFIG, world_size=2)
 BACKENDS = harness.usable_backends()
 GATHERING = [name for name in BACKENDS if name != "nvshmem"]  # that hear of a refusal without being asked
 

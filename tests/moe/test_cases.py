@@ -141,7 +141,7 @@ def test_one_rank(backend):
 @pytest.mark.parametrize("weights_early", [False, True])
 def test_the_handle_owns_its_routing(backend, weights_early):
     """A router may write its next batch into the same tensors before this one is combined."""
-    config = Config(max_num_tokens=3, num_experts=4, experts_per_token=2, hidden=16, timeout_s=20)
+    config = Config(max_num_tokens=3, num_experts=4, experts_per_token=2, hidden=16)
     tokens = torch.arange(48).reshape(3, 16).bfloat16()
     ids, weights, bound = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.tensor([[0.5, 0.25]] * 3), torch.tensor(2)
     with harness.open_named(backend)(config) as exchange:
@@ -247,7 +247,7 @@ def _unused_experts(rank: int, group: Any, config: Config) -> list[Any]:
 
 
 def test_a_rank_whose_experts_had_nothing_to_do_takes_part_in_backward():
-    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=16, world_size=2, timeout_s=20)
+    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=16, world_size=2)
     assert workers().run(_unused_experts, [(config,)] * 2) == [[3.0], [3.0]]
 
 
@@ -354,4 +354,4 @@ def test_nothing_waits_in_a_world_of_one():
     started = time.perf_counter()
     with open_exchange(config, "torch") as exchange:
         exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32))
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < config.timeout_s / 2

@@ -1,5 +1,6 @@
 """The emulation: several processes, one heap; errors and timeouts come out with the rank they belong to."""
 
+import ctypes
 import functools
 import glob
 import os
@@ -86,14 +87,16 @@ def test_a_lost_signal_times_out_and_names_rank_operation_and_sender():
 
 def test_a_rank_that_never_comes_is_named():
     def host(runtime):
-        runtime.barrier()  # every process has started, however slowly
-        runtime.set_timeout(2.0)
         if runtime.my_pe == 1:
             time.sleep(60)  # ended by the first error
-        else:
-            runtime.allocate(8, "buffer")
+        elif runtime.my_pe == 0:
+            barriers_of_rank_2 = ctypes.c_int64.from_address(runtime.base + 2 * runtime.stride)
+            while barriers_of_rank_2.value < 2:  # one at the start, one in allocate: it has come, however slowly
+                time.sleep(0.01)
+            runtime.set_timeout(0.5)
+        runtime.allocate(8, "buffer")
 
-    with pytest.raises(WaitTimeoutError, match=r"rank [02]: .* ranks \[1\] did not come within 2 s"):
+    with pytest.raises(WaitTimeoutError, match=r"rank 0: allocate: ranks \[1\] did not come within 0.5 s"):
         run_small(3, host)
 
 

@@ -151,7 +151,7 @@ def test_a_module_without_machine_code_is_refused_in_words():
 
 # Several ranks, and a GPU that is only pretended.
 
-PAIR = Config(max_num_tokens=4, num_experts=2, experts_per_token=1, hidden=16, world_size=2, timeout_s=20)
+PAIR = Config(max_num_tokens=4, num_experts=2, experts_per_token=1, hidden=16, world_size=2)
 
 
 def _pretended(rank: int, group: Any) -> NvshmemRuntime:
