@@ -168,10 +168,10 @@ def test_reverse_sum_is_no_difference_of_prefixes() -> None:
     assert np.array_equal(joint.take(0)[32:, 0], np.arange(32, 0, -1))
 
 
-def test_scheme_follows_the_gate() -> None:
-    def scheme(lower_bound: float | None, sub_block: str) -> str:
-        return PairForm.choose(sub_block, GateForm(True, False, lower_bound), jnp.bfloat16, 1.0).scheme
+def test_blocks_follow_the_gate() -> None:
+    def rows(lower_bound: float | None, sub_block: str) -> int:
+        return PairForm.choose(sub_block, GateForm(True, False, lower_bound), jnp.bfloat16, 1.0).inner
 
-    assert scheme(-5.0, "clamped") == "row_blocks"
-    assert scheme(-9.0, "clamped") == scheme(None, "clamped") == "nested"
-    assert scheme(-5.0, "tree") == scheme(None, "tree") == "tree"
+    assert rows(-5.0, "clamped") == 16
+    assert rows(-9.0, "clamped") == rows(None, "clamped") == 8
+    assert rows(-5.0, "tree") == rows(None, "tree") == 4

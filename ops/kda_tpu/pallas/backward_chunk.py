@@ -150,10 +150,7 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     number = joint_prefix.put(_log_decay_terms(form, at))
     _normalize(form, at)
     yield None
-    C = form.chunk
-    summed = joint_prefix.take(number)
-    names = [name for name, _ in row_sums(form.pairs, C)]
-    exponents = Exponents(form.pairs, {name: summed[i * C : (i + 1) * C] for i, name in enumerate(names)})
+    exponents = Exponents.of(form.pairs, joint_prefix.take(number))
 
     # n = S [k 2^(gC - G) dh ; dO]
     yield Need(at.later)
@@ -180,29 +177,58 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     at.set_d_state(at.d_state() * decay + update)
     yield Done(at.here)
 
+    yield from emit_gradients(form, at, exponents, products, Received(from_state, d_key_state, state_gate), joint_gate)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a chunk's rows and gates get from the states on its two sides.
+
+    Attributes:
+        rows: [dO h^T ; n h^T] [2 C, K], without decay and scale.
+        key: (v_new dh^T) 2^(gC - G) [C, K].
+        gate: sum_v 2^gC h dh [1, K].
+    """
+
+    rows: Array
+    key: Array
+    gate: Array
+
+
+def emit_gradients(
+    form: Form, at: Any, exponents: Exponents, products: Array, received: Received, joint_gate: Joint
+) -> Stage:
+    """Stages that finish a chunk: pairs, gate and norm; stores the gradients of query, key, gate and beta.
+
+    Args:
+        form: the kernel's form.
+        at: the chunk's view of the refs.
+        exponents: its decays.
+        products: [dO ; n] v_new^T, [2 C, C].
+        received: the states' part.
+        joint_gate: product with :func:`gate_matrix`.
+    """
     _emit_d_beta(form, at, products)
     diagonal = None if form.pairs.diagonal else _diagonal(form, products)
     pairs = PairSums()
-    yield from pair_sums(form.pairs, at, exponents, Scores.of(form.pairs, products), pairs)
+    yield from pair_sums(form.pairs, at, exponents, Scores.of(form.pairs, products), received.rows, pairs)
     assert pairs.query is not None
     assert pairs.key is not None
     assert pairs.gate is not None
 
-    # dg = reverse_cumsum(P) + exclusive_prefix(x) + sum_v 2^gC h dh
-    gam = _scaled_prefix(form, exponents)
+    # dg = reverse_cumsum(P) + exclusive_prefix(x) + sum_v 2^gC h dh, the last through the last row of P
     q, k = at.query(), at.key()
-    d_query = from_state[:C] * gam
-    d_key = from_state[C:] * gam
-    P = q * d_query + k * d_key + pairs.gate
-    terms = split(P, form.terms) + split(k * d_key_state, form.terms if form.exact else 1)
+    last = jnp.where(iota((8, form.key_dim), 0) == 7, received.gate, 0.0)
+    P = jnp.concatenate([pairs.gate[:-8], pairs.gate[-8:] + last], axis=0)
+    terms = split(P, form.terms) + split(k * received.key, form.terms if form.exact else 1)
     number = joint_gate.put(jnp.concatenate(terms, axis=0))
-    d_query, d_key = d_query + pairs.query, d_key + d_key_state + pairs.key
+    d_query, d_key = pairs.query, received.key + pairs.key
     if diagonal is not None:
         d_query, d_key = d_query + diagonal * k, d_key + diagonal * q
     at.add_d_query(_unnormalize(form, at, "query", q, d_query))
     at.add_d_key(_unnormalize(form, at, "key", k, d_key))
     yield None
-    _emit_d_gate(form, at, joint_gate.take(number) + state_gate)
+    _emit_d_gate(form, at, joint_gate.take(number))
 
 
 def _scaled_prefix(form: Form, exponents: Exponents) -> Array:

@@ -6,17 +6,18 @@ With a_ij = scale dO_i . v_new_j, l_ij = scale n_i . v_new_j and E_ij = 2^(G_i -
     to key j     sum_i (a_ij q_i + l_ij k_i) E_ij
     P_i          q_i (to query i) + k_i (to key i, as a row) - k_i (to key i, as a column)
 
-E must be split into a factor of i and one of j for the matrix unit: 2^(G_i - R) 2^(R - G_j). Three schemes choose the
-anchors R; none lets a later row touch an earlier result.
+E must be split into a factor of i and one of j for the matrix unit: 2^(G_i - R) 2^(R - G_j). Two schemes choose the
+anchors R; neither lets a later row touch an earlier result.
 
-- row blocks: R is the first row of i's block of 16 rows, for all j before the block's end. Inside the block the
-  exponents have both signs, so the gate must be bounded.
-- nested: the same for all j before the block's begin, where every exponent is at most 0 and any gate will do; inside
-  the block R is the first row of i's block of 8 rows, which a floor of a token's log2 decay keeps in range.
+- row blocks: R is the first row of i's block, for all j before the block's end. For columns before the block every
+  exponent is at most 0 and any gate will do. Inside it the exponents have both signs: a bounded gate permits blocks of
+  16 rows; in blocks of 8 a floor of a token's log2 decay keeps any gate in range.
 - tree: R lies between i and j (the middle of the smallest block of 2^n rows that holds both) down to blocks of 4 rows.
 
 In bfloat16 P is built from the operands as the matrix unit saw them, rounded: the two ends of a pair then cancel
-exactly in dg's sum over rows, and what remains does not drown in rounding, nor do the sums of dg over many rows.
+exactly in dg's sum over rows, and what remains does not drown in rounding, nor do the sums of dg over many rows. Row
+blocks take whole powers of two for their anchors there: moving an operand to another anchor does not round it, so each
+row is rounded once and P is formed once, from sums over all anchors.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ import jax
 import jax.numpy as jnp
 
 from ops.kda_tpu.pallas.common import GateForm, Stage, iota, nn
+from ops.kda_tpu.pallas.config import CHUNK
 
 Array = jax.Array
-Scheme = Literal["row_blocks", "nested", "tree"]
+Scheme = Literal["row_blocks", "tree"]
 
 # Binades between the largest and the smallest factor in a block with one anchor; float32 has 252, the rest is room for
 # the operands.
 _BINADES = 180.0
-_OUTER = 16
-_INNER = {"row_blocks": _OUTER, "nested": 8, "tree": 4}
+_SUBLANES = 8
+_PACKED_ROWS = 16  # of a register in bfloat16
+_TREE_ROWS = 4
+# Exponents down to this are raised at once; between the anchors of steep blocks two factors share the way.
+_LOWEST_EXPONENT = -120.0
+_HALF_WAY = -100.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class PairForm:
 
     Attributes:
         scheme: where the anchors lie.
+        inner: rows of the blocks on the diagonal with one anchor.
         dtype: of the matrix unit's operands.
         scale: factor of the output.
         steepest: largest -log2 decay of a token: the gate's bound, or the scheme's floor where the gate exceeds it.
@@ -54,6 +61,7 @@ class PairForm:
     """
 
     scheme: Scheme
+    inner: int
     dtype: Any
     scale: float
     steepest: float
@@ -64,18 +72,18 @@ class PairForm:
     def choose(cls, sub_block: str, gate: GateForm, dtype: Any, scale: float) -> PairForm:
         """The cheapest scheme of ``sub_block`` ("clamped" or "tree") that holds for every gate of the form."""
         exact = dtype == jnp.float32
-        scheme: Scheme = "tree"
-        if sub_block != "tree":
-            scheme = "row_blocks" if gate.steepest * (_OUTER - 1) <= _BINADES else "nested"
-        steepest = min(gate.steepest, _BINADES / (_INNER[scheme] - 1))
-        # In float32 the rounding of a_ii's two cancelling terms in P would show.
-        diagonal = scheme == "row_blocks" and not exact
-        return cls(scheme, dtype, scale, steepest, exact and scheme != "nested", diagonal)
+        scheme: Scheme = "tree" if sub_block == "tree" else "row_blocks"
+        bounded = gate.steepest * 15 <= _BINADES
+        inner = _TREE_ROWS if sub_block == "tree" else 16 if bounded else 8
+        steepest = min(gate.steepest, _BINADES / (inner - 1))
+        # In float32 the rounding of a_ii's two cancelling terms in P would show, in the others where gates are steep.
+        diagonal = inner == 16 and not exact
+        return cls(scheme, inner, dtype, scale, steepest, exact, diagonal)
 
     @property
-    def inner(self) -> int:
-        """Rows of the blocks on the diagonal with one anchor."""
-        return _INNER[self.scheme]
+    def score_rows(self) -> int:
+        """Rows of the blocks that the two sorts of scores alternate in."""
+        return self.inner if self.scheme == "row_blocks" else CHUNK
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -94,7 +102,7 @@ class PairForm:
 
 
 def row_sums(form: PairForm, C: int) -> list[tuple[str, Array]]:
-    """0/1 matrices [C, C] of the sums over rows the exponents need, by name."""
+    """0/1 matrices [rows, C] of the sums over rows the exponents need, by name: C rows each, 8 for "first"."""
     row, col = iota((C, C), 0), iota((C, C), 1)
     sums = [("prefix", col <= row)]
     if form.local_sums:
@@ -105,6 +113,9 @@ def row_sums(form: PairForm, C: int) -> list[tuple[str, Array]]:
             sums.append((f"level{m}", jnp.where(row >= middle, after, before)))
         first = row // form.inner * form.inner
         sums.append(("anchored", (col > first) & (col <= row)))
+    if form.scheme == "row_blocks":
+        first = iota((_SUBLANES, C), 0) * form.inner
+        sums.append(("first", (iota((_SUBLANES, C), 1) <= first) & (first < C)))
     return sums
 
 
@@ -114,6 +125,15 @@ class Exponents:
 
     form: PairForm
     sums: dict[str, Array]
+
+    @classmethod
+    def of(cls, form: PairForm, summed: Array) -> Exponents:
+        """From the sums over rows, one below the other as in :func:`row_sums`."""
+        sums, start = {}, 0
+        for name, matrix in row_sums(form, CHUNK):
+            sums[name] = summed[start : start + matrix.shape[0]]
+            start += matrix.shape[0]
+        return cls(form, sums)
 
     @property
     def prefix(self) -> Array:
@@ -134,23 +154,45 @@ class Exponents:
         """Between row i and the middle of its block of 2 m rows, on either side."""
         if f"level{m}" in self.sums:
             return self.sums[f"level{m}"]
-        return -jnp.abs(self.prefix - self._repeat(m - 1, 2 * m, 0.0))
+        return -jnp.abs(self.prefix - self._repeat(m - 1, 2 * m))
 
-    def from_first(self, height: int, offset: float) -> Array:
-        """From behind the first row of i's block of ``height`` rows through row i, plus ``offset``."""
-        if "anchored" in self.sums and height == self.form.inner:
-            return self.sums["anchored"] + offset
-        return self.prefix - self._repeat(0, height, offset)
+    def factors(self) -> tuple[Array, Array]:
+        """2^(G_i - R) of every row with its own block's anchor R, and the scale times 2^(R - G_i) of every column.
+
+        Half the range is added to the exponents of the rows and taken from those of the columns.
+        """
+        half, scale = self.form.half_range, self.form.log2_scale
+        if "anchored" in self.sums:
+            exponent = self.sums["anchored"]
+            return jnp.exp2(exponent + half), jnp.exp2((scale - half) - exponent)
+        if self.form.scheme == "tree":
+            anchor = self._repeat(0, self.form.inner)
+            return jnp.exp2(self.prefix - anchor + half), jnp.exp2(anchor - self.prefix + (scale - half))
+        anchors = self.anchors - half
+        return jnp.exp2(self.prefix - self.over_blocks(anchors)), jnp.exp2(
+            self.over_blocks(anchors + scale) - self.prefix
+        )
+
+    @property
+    def anchors(self) -> Array:
+        """Prefix of the first row of every block [8, K], in bfloat16 problems the integer below."""
+        first = self.sums["first"]
+        return first if self.form.dtype == jnp.float32 else jnp.floor(first)
+
+    def over_blocks(self, x: Array) -> Array:
+        """Row b of ``x`` [8, K] over the rows of block b, [C, K]."""
+        h, (C, K) = self.form.inner, self.prefix.shape
+        return jnp.concatenate([jnp.broadcast_to(x[b : b + 1], (h, K)) for b in range(C // h)], axis=0)
 
     def row(self, r: int) -> Array:
         """Prefix of row ``r``, [1, K]."""
         return self.prefix[r : r + 1]
 
-    def _repeat(self, first: int, height: int, offset: float) -> Array:
-        """Prefix of row ``first`` of each block of ``height`` rows less ``offset``, over the block."""
+    def _repeat(self, first: int, height: int) -> Array:
+        """Prefix of row ``first`` of each block of ``height`` rows, over the block."""
         G = self.prefix
         C, K = G.shape
-        rows = [jnp.broadcast_to(self.row(r) - offset, (max(8, height), K)) for r in range(first, C, height)]
+        rows = [jnp.broadcast_to(self.row(r), (max(8, height), K)) for r in range(first, C, height)]
         if height == 4:
             lower = (iota((8, K), 0) & 4) == 0
             rows = [jnp.where(lower, a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
@@ -162,13 +204,12 @@ class Scores:
     """Pair coefficients without the scale's magnitude, in the compute dtype; zero where j is not before i.
 
     Attributes:
-        a: [C, C] of dO and v_new (with its diagonal if ``form.diagonal``).
-        l: [C, C] of n and v_new.
-        transposed: [C, 2 C] = [l^T | a^T].
+        rows: [2 C, C], for each block of ``form.score_rows`` rows those of dO and v_new (with their diagonal if
+            ``form.diagonal``), then those of n and v_new.
+        transposed: [C, 2 C].
     """
 
-    a: Array
-    l: Array
+    rows: Array
     transposed: Array
 
     @classmethod
@@ -178,9 +219,16 @@ class Scores:
         row, col = iota((C, C), 0), iota((C, C), 1)
         if form.scale < 0:
             products = -products
-        a = jnp.where(row >= col if form.diagonal else row > col, products[:C], 0.0).astype(form.dtype)
-        l = jnp.where(row > col, products[C:], 0.0).astype(form.dtype)
-        return cls(a, l, jnp.concatenate([l, a], axis=0).T)
+        a = jnp.where(row >= col if form.diagonal else row > col, products[:C], 0.0)
+        l = jnp.where(row > col, products[C:], 0.0)
+        rows = _alternating(a, l, form.score_rows).astype(form.dtype)
+        return cls(rows, rows.T)
+
+
+def _alternating(a: Array, b: Array, height: int) -> Array:
+    """Blocks of ``height`` rows of ``a`` and ``b`` in turns."""
+    parts = [x[start : start + height] for start in range(0, a.shape[0], height) for x in (a, b)]
+    return jnp.concatenate(parts, axis=0)
 
 
 @dataclass
@@ -205,140 +253,122 @@ class Operands:
     at: Any
 
     def weighted(self, decay: Array, dtype: Any) -> Array:
-        """[k decay ; q decay], [2 C, K]."""
-        return jnp.concatenate([(self.at.key() * decay).astype(dtype), (self.at.query() * decay).astype(dtype)], axis=0)
+        """[q decay ; k decay], [2 C, K]."""
+        return jnp.concatenate([(self.at.query() * decay).astype(dtype), (self.at.key() * decay).astype(dtype)], axis=0)
 
 
-def pair_sums(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums) -> Stage:
-    """Stages that add up all pairs of a chunk in ``sums``."""
-    if form.scheme == "tree":
-        for m in form.levels:
-            yield from _level(form, at, exponents, scores, sums, m)
-        yield from _smallest_blocks(form, at, exponents, scores, sums)
-        return
-    yield from _row_blocks(form, at, exponents, scores, sums)
-    if form.scheme == "nested":
-        yield from _inner_blocks(form, at, exponents, scores, sums)
-
-
-def _row_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums) -> Stage:
-    """Blocks of 16 rows against all columns before the block's end, or (nested) before its begin.
-
-    A column block is decayed once to its own frame, the anchor of its block or (nested) of the next; every later row
-    block needs it one factor 2^(R' - R) [1, K] further, and the results walk back through the same factors.
-    """
-    C, h = scores.a.shape[0], _OUTER
-    own = form.scheme == "row_blocks"
-    skip = 0 if own else h  # nothing comes before the first block, nor behind the last
-    offset = form.half_range if own else 0.0
-    row_decay = jnp.exp2(exponents.from_first(h, offset + form.log2_scale)[skip:])
-    rows = [(x[skip:] * row_decay).astype(form.dtype) for x in (at.key(), at.query())]
-    first = [exponents.row(r) for r in range(0, C, h)]
-    step = [jnp.exp2(b - a) for a, b in zip(first[skip // h :], first[skip // h + 1 :], strict=False)]
-    frames = range(skip // h, C // h)
-    G, key = exponents.prefix, at.key()
-    if own:
-        every_decay = jnp.exp2(-exponents.from_first(h, offset))
-        decay = [every_decay[h * b : h * b + h] for b in frames]
-    else:
-        decay = [jnp.exp2(first[x] - G[h * b : h * b + h]) for b, x in enumerate(frames)]
-    column = [key[h * b : h * b + h] * d for b, d in enumerate(decay)]
-    weights: list[Array] = []
-    taken = []
-    for n, x in enumerate(frames):
-        column = [c * step[n - 1] if b < n else c for b, c in enumerate(column)]
-        weights.append(jnp.concatenate([c.astype(form.dtype) for c in column[: n + 1]], axis=0))
-        coefficients = [s[h * x : h * x + h, : h * (n + 1)] for s in (scores.a, scores.l)]
-        taken.append(nn(jnp.concatenate(coefficients, axis=0), weights[-1]))
-    block, zero = (iota((C, 2 * C), 1) & (C - 1)) // h, jnp.zeros((), form.dtype)
-    left = []
-    for n, x in enumerate(frames):
-        end = h * (n + 1)
-        left.append(jnp.where(block[:end] == x, scores.transposed[:end], zero))
-    given = nn(jnp.concatenate(left, axis=0), jnp.concatenate([_below(x, skip) for x in rows], axis=0))
-    yield None
-    query = jnp.concatenate([x[:h] for x in taken], axis=0)
-    key_rows = jnp.concatenate([x[h:] for x in taken], axis=0)
-    back, gate = _walk_back(given, weights, step, h)
-    key_columns = jnp.concatenate([x * d for x, d in zip(back, decay, strict=True)], axis=0)
-    seen_key, seen_query = (x.astype(jnp.float32) for x in rows)
-    sums.add(
-        _below(query * row_decay, skip),
-        _below(key_rows * row_decay, skip) + _above(key_columns, skip),
-        _below(seen_query * query + seen_key * key_rows, skip) - _above(jnp.concatenate(gate, axis=0), skip),
-    )
-    yield None
-
-
-def _below(x: Array, rows: int) -> Array:
-    """``x`` below ``rows`` rows of zeros."""
-    return jnp.concatenate([jnp.zeros((rows, x.shape[1]), x.dtype), x], axis=0) if rows else x
-
-
-def _above(x: Array, rows: int) -> Array:
-    """``x`` above ``rows`` rows of zeros."""
-    return jnp.concatenate([x, jnp.zeros((rows, x.shape[1]), x.dtype)], axis=0) if rows else x
-
-
-def _walk_back(given: Array, weights: list[Array], step: list[Array], h: int) -> tuple[list[Array], list[Array]]:
-    """Per column block the sum of what the row blocks give, in the column block's frame; and its part of P.
+def pair_sums(
+    form: PairForm, at: Any, exponents: Exponents, scores: Scores, from_state: Array, sums: PairSums
+) -> Stage:
+    """Stages that add up in ``sums`` all pairs of a chunk and what its rows got from the state.
 
     Args:
-        given: results of the row blocks in turn, each over its columns.
-        weights: those columns, one block of ``h`` rows more in each, as the products of the other direction saw them.
-        step: step[n] leads from the n-th frame to the next.
-        h: rows of a block.
+        form: how pairs are split.
+        at: the chunk's view of the refs.
+        exponents: its decays.
+        scores: its pair coefficients.
+        from_state: [dO h^T ; n h^T] [2 C, K], without decay and scale.
+        sums: where to add.
     """
-    count = len(weights)
-    back: list[Array] = [given[:0]] * count
-    gate: list[Array] = [given[:0]] * count
-    offset = given.shape[0]
-    for x in reversed(range(count)):
-        offset -= weights[x].shape[0]
+    if form.scale < 0:
+        from_state = -from_state
+    if form.scheme == "row_blocks":
+        yield from _row_blocks(form, at, exponents, scores, from_state, sums)
+        return
+    for m in form.levels:
+        yield from _level(form, at, exponents, scores, sums, m)
+    yield from _smallest_blocks(form, at, exponents, scores, sums)
+    C, gam = CHUNK, jnp.exp2(exponents.prefix)
+    query, key = from_state[:C] * gam, from_state[C:] * gam
+    sums.add(query, key, at.query() * query + at.key() * key)
+
+
+def _row_blocks(
+    form: PairForm, at: Any, exponents: Exponents, scores: Scores, from_state: Array, sums: PairSums
+) -> Stage:
+    """Blocks of rows against all columns before the block's end.
+
+    A column block is decayed to the anchor of its own block; every later row block needs it one factor 2^(R' - R)
+    [1, K] further, and the results walk back through the same factors.
+    """
+    C, h = CHUNK, form.inner
+    frames = range(C // h)
+    row_decay, column_decay = exponents.factors()
+    steps = _Steps.of(form, exponents)
+    rows = _alternating(at.query() * row_decay, at.key() * row_decay, h).astype(form.dtype)
+    seen_column = (at.key() * column_decay).astype(form.dtype).astype(jnp.float32)
+    columns = [seen_column[h * b : h * b + h] for b in frames]
+    frame, zero = (iota((C, 2 * C), 1) // (2 * h)), jnp.zeros((), form.dtype)
+    taken, left, starts = [], [], [0]
+    for x in frames:
+        columns = [steps.forth(c, b, x) if b < x else c for b, c in enumerate(columns)]
+        end = -(-h * (x + 1) // _PACKED_ROWS) * _PACKED_ROWS
+        weights = jnp.concatenate(columns[: end // h], axis=0).astype(form.dtype)
+        taken.append(nn(scores.rows[2 * h * x : 2 * h * (x + 1), :end], weights))
+        left.append(jnp.where(frame[:end] == x, scores.transposed[:end], zero))
+        starts.append(starts[-1] + end)
+    given = nn(jnp.concatenate(left, axis=0), rows)
+    yield None
+    totals: dict[int, Array] = {}
+    for x in reversed(frames):
         for b in range(x + 1):
-            part = given[offset + h * b : offset + h * b + h]
-            seen = weights[x][h * b : h * b + h].astype(jnp.float32) * part
-            gate[b] = seen if x == count - 1 else gate[b] + seen
-            back[b] = part if x == count - 1 else back[b] * step[x] + part
-    return back, gate
-
-
-def _inner_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums) -> Stage:
-    """Pairs inside blocks of 16 rows, anchored at the first row of i's 8; both column blocks in one product.
-
-    A column of the lower 8 is decayed to that anchor at once. By way of its own anchor a steep stretch between the two
-    would underflow although the decay from the column on is mild.
-    """
-    C, h = scores.a.shape[0], form.inner
-    zero = jnp.zeros((), form.dtype)
-
-    def masked(x: Array, apart: int) -> Array:
-        """``x`` [C, n C] where row and column block of 8 are the same (0) or neighbours in one block of 16 (1)."""
-        row, col = iota(x.shape, 0) // h, (iota(x.shape, 1) & (C - 1)) // h
-        return jnp.where((row ^ col) == apart, x, zero)
-
-    row_decay = jnp.exp2(exponents.from_first(h, form.half_range + form.log2_scale))
-    rows = Operands(at).weighted(row_decay, form.dtype)
-    decay = jnp.exp2(-exponents.from_first(h, form.half_range))
-    key, G, cross_parts = at.key(), exponents.prefix, []
-    for r in range(0, C, 2 * h):
-        lower = jnp.exp2(exponents.row(r + h) - G[r : r + h] - form.half_range)
-        cross_parts += [lower, jnp.zeros_like(lower)]
-    cross = jnp.concatenate(cross_parts, axis=0)
-    weight = jnp.concatenate([key * decay, key * cross], axis=0).astype(form.dtype)
-    left = jnp.concatenate(
-        [jnp.concatenate([masked(s, 0), masked(s, 1)], axis=1) for s in (scores.a, scores.l)], axis=0
+            part = given[starts[x] + h * b :][:h]
+            totals[b] = steps.back(totals[b], b, x + 1) + part if b in totals else part
+    column = jnp.concatenate([totals[b] for b in frames], axis=0)
+    from_entry = jnp.exp2(exponents.anchors - form.half_range)
+    query, key = (
+        jnp.concatenate([t[n * h : n * h + h] for t in taken], axis=0)
+        + from_state[n * C : n * C + C] * exponents.over_blocks(from_entry)
+        for n in range(2)
     )
-    taken = nn(left, weight)
-    given = nn(jnp.concatenate([masked(scores.transposed, d) for d in (0, 1)], axis=0), rows)
-    yield None
-    seen, seen_column = rows.astype(jnp.float32), weight.astype(jnp.float32) * given
+    seen_rows = rows.astype(jnp.float32)
+    seen_query, seen_key = (
+        jnp.concatenate([seen_rows[2 * h * x + n * h :][:h] for x in frames], axis=0) for n in range(2)
+    )
     sums.add(
-        taken[:C] * row_decay,
-        taken[C:] * row_decay + given[:C] * decay + given[C:] * cross,
-        seen[C:] * taken[:C] + seen[:C] * taken[C:] - seen_column[:C] - seen_column[C:],
+        query * row_decay,
+        key * row_decay + column * column_decay,
+        seen_query * query + seen_key * key - seen_column * column,
     )
     yield None
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The factors from the anchor of one row block to that of the next, exact in bfloat16 problems.
+
+    A block's own columns may be as far above its anchor as the block is steep, so for them the way to the next anchor
+    may be longer than one factor can express. A column further back is below that range at once and may underflow.
+
+    Attributes:
+        near: one or two arrays [8, K] whose product leads to row b's anchor from the one before.
+        far: their product.
+    """
+
+    near: tuple[Array, ...]
+    far: Array
+
+    @classmethod
+    def of(cls, form: PairForm, exponents: Exponents) -> _Steps:
+        """From the anchors."""
+        anchors = exponents.anchors
+        step = anchors - jnp.concatenate([anchors[:1], anchors[:-1]], axis=0)
+        if form.steepest * form.inner <= -_LOWEST_EXPONENT:
+            far = jnp.exp2(step)
+            return cls((far,), far)
+        first = jnp.maximum(step, _HALF_WAY)
+        near = (jnp.exp2(first), jnp.exp2(step - first))
+        return cls(near, near[0] * near[1])
+
+    def forth(self, column: Array, block: int, frame: int) -> Array:
+        """A column block at the anchor before ``frame``, moved to that of ``frame``."""
+        for factor in self.near if block == frame - 1 else (self.far,):
+            column = column * factor[frame : frame + 1]
+        return column
+
+    def back(self, total: Array, block: int, frame: int) -> Array:
+        """What a column block got at the anchor of ``frame``, as at the one before."""
+        return self.forth(total, block, frame)
 
 
 def _level(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums, m: int) -> Stage:
@@ -347,20 +377,20 @@ def _level(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: 
     Each row has one role, so one array of decays and one product serve both directions; the scale is split between the
     two factors.
     """
-    C = scores.a.shape[0]
+    C = CHUNK
     row, col = iota((C, 2 * C), 0), iota((C, 2 * C), 1) & (C - 1)
     zero = jnp.zeros((), form.dtype)
     weights = Operands(at).weighted(jnp.exp2(exponents.level(m) + 0.5 * form.log2_scale), form.dtype)
     nothing = jnp.zeros((C, C), form.dtype)
     pair = _is_pair(row, col, m)
-    left = [jnp.where(pair, jnp.concatenate([s, nothing], axis=1), zero) for s in (scores.a, scores.l)]
+    left = [jnp.where(pair, jnp.concatenate([nothing, scores.rows[n : n + C]], axis=1), zero) for n in (0, C)]
     left.append(jnp.where(_is_pair(col, row, m), scores.transposed, zero))
     result = nn(jnp.concatenate(left, axis=0), weights)
     yield None
     decay = jnp.exp2(exponents.level(m) + 0.5 * form.log2_scale)
     query, as_row, as_column = result[:C], result[C : 2 * C], result[2 * C :]
     seen = weights.astype(jnp.float32)
-    sums.add(query * decay, (as_row + as_column) * decay, seen[C:] * query + seen[:C] * (as_row - as_column))
+    sums.add(query * decay, (as_row + as_column) * decay, seen[:C] * query + seen[C:] * (as_row - as_column))
 
 
 def _is_pair(i: Array, j: Array, m: int) -> Array:
@@ -371,28 +401,24 @@ def _is_pair(i: Array, j: Array, m: int) -> Array:
 
 def _smallest_blocks(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums) -> Stage:
     """Pairs inside the blocks at the tree's end, each with its first row as anchor."""
-    C = scores.a.shape[0]
+    C = CHUNK
     zero = jnp.zeros((), form.dtype)
 
     def inside(x: Array) -> Array:
-        row, col = iota(x.shape, 0), iota(x.shape, 1) & (C - 1)
+        row, col = iota(x.shape, 0) & (C - 1), iota(x.shape, 1) & (C - 1)
         return jnp.where(row // form.inner == col // form.inner, x, zero)
 
-    def decays() -> tuple[Array, Array]:
-        exponent = exponents.from_first(form.inner, form.half_range)
-        return jnp.exp2(exponent + form.log2_scale), jnp.exp2(-exponent)
-
-    row_decay, decay = decays()
-    column = (at.key() * decay).astype(form.dtype)
+    row_decay, column_decay = exponents.factors()
+    column = (at.key() * column_decay).astype(form.dtype)
     rows = Operands(at).weighted(row_decay, form.dtype)
-    taken = nn(jnp.concatenate([inside(scores.a), inside(scores.l)], axis=0), column)
+    taken = nn(inside(scores.rows), column)
     given = nn(inside(scores.transposed), rows)
     yield None
-    row_decay, decay = decays()
+    row_decay, column_decay = exponents.factors()
     seen = rows.astype(jnp.float32)
     sums.add(
         taken[:C] * row_decay,
-        taken[C:] * row_decay + given * decay,
-        seen[C:] * taken[:C] + seen[:C] * taken[C:] - column.astype(jnp.float32) * given,
+        taken[C:] * row_decay + given * column_decay,
+        seen[:C] * taken[:C] + seen[C:] * taken[C:] - column.astype(jnp.float32) * given,
     )
     yield None

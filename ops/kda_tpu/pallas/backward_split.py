@@ -23,19 +23,17 @@ import jax.numpy as jnp
 from ops.kda_tpu.pallas.backward_chunk import (
     Form,
     Joint,
-    _diagonal,
-    _emit_d_beta,
-    _emit_d_gate,
+    Received,
     _log_decay_terms,
     _normalize,
     _scaled_prefix,
-    _unnormalize,
+    emit_gradients,
     saved_arrays,
 )
 from ops.kda_tpu.pallas.backward_launch import Kernel, Launch, Operand, Result
-from ops.kda_tpu.pallas.backward_pairs import Exponents, PairSums, Scores, pair_sums, row_sums
+from ops.kda_tpu.pallas.backward_pairs import Exponents
 from ops.kda_tpu.pallas.backward_view import ChunkView
-from ops.kda_tpu.pallas.common import Done, Need, Phases, Stage, nn, nt, split, tn
+from ops.kda_tpu.pallas.common import Done, Need, Phases, Stage, nn, nt, tn
 
 Array = jax.Array
 
@@ -117,9 +115,7 @@ def _exponents(form: Form, at: ChunkView, joint_prefix: Joint) -> Phases[Exponen
     number = joint_prefix.put(_log_decay_terms(form, at))
     _normalize(form, at)
     yield None
-    summed, C = joint_prefix.take(number), form.chunk
-    names = [name for name, _ in row_sums(form.pairs, C)]
-    return Exponents(form.pairs, {name: summed[i * C : (i + 1) * C] for i, name in enumerate(names)})
+    return Exponents.of(form.pairs, joint_prefix.take(number))
 
 
 def _prepare(form: Form, at: ChunkView, joint_prefix: Joint, _: Joint) -> Stage:
@@ -155,7 +151,6 @@ def _recur(form: Form, at: ChunkView, *_: Any) -> Stage:
 
 def _finish(form: Form, at: ChunkView, joint_prefix: Joint, joint_gate: Joint) -> Stage:
     exponents = yield from _exponents(form, at, joint_prefix)
-    C = form.chunk
     d_state, n = at.block("d_states"), at.operand("dv")
     from_state = nn(jnp.concatenate([at.d_output(), n], axis=0), at.state())
     d_key_state = nn(at.v_new(), d_state) * jnp.exp2(exponents.suffix)
@@ -163,24 +158,4 @@ def _finish(form: Form, at: ChunkView, joint_prefix: Joint, joint_gate: Joint) -
     state_gate = jnp.sum(at.state().astype(jnp.float32) * d_state.astype(jnp.float32), axis=0, keepdims=True)
     state_gate = state_gate * jnp.exp2(exponents.total)
     yield None
-    _emit_d_beta(form, at, products)
-    diagonal = None if form.pairs.diagonal else _diagonal(form, products)
-    pairs = PairSums()
-    yield from pair_sums(form.pairs, at, exponents, Scores.of(form.pairs, products), pairs)
-    assert pairs.query is not None
-    assert pairs.key is not None
-    assert pairs.gate is not None
-    gam = _scaled_prefix(form, exponents)
-    q, k = at.query(), at.key()
-    d_query = from_state[:C] * gam
-    d_key = from_state[C:] * gam
-    P = q * d_query + k * d_key + pairs.gate
-    terms = split(P, form.terms) + split(k * d_key_state, form.terms if form.exact else 1)
-    number = joint_gate.put(jnp.concatenate(terms, axis=0))
-    d_query, d_key = d_query + pairs.query, d_key + d_key_state + pairs.key
-    if diagonal is not None:
-        d_query, d_key = d_query + diagonal * k, d_key + diagonal * q
-    at.add_d_query(_unnormalize(form, at, "query", q, d_query))
-    at.add_d_key(_unnormalize(form, at, "key", k, d_key))
-    yield None
-    _emit_d_gate(form, at, joint_gate.take(number) + state_gate)
+    yield from emit_gradients(form, at, exponents, products, Received(from_state, d_key_state, state_gate), joint_gate)

@@ -21,8 +21,8 @@ _SMALL = 2 << 20  # gate parameters, write strengths, ids, sum matrices, spills 
 # to 64 of them; those with the pairs of a chunk by the pairs' scheme, and twice as many in float32.
 _SPILLED = {"kda_forward": 6, "kda_backward_prepare": 2, "kda_backward_state": 1}
 _SPILLED_PAIRS = {
-    "kda_backward": {"row_blocks": 5, "nested": 8, "tree": 20},
-    "kda_backward_finish": {"row_blocks": 5, "nested": 16, "tree": 20},
+    "kda_backward": {"row_blocks": 6, "tree": 20},
+    "kda_backward_finish": {"row_blocks": 6, "tree": 20},
 }
 
 
