@@ -8,7 +8,7 @@ import numpy as np
 from ops.kda_tpu.contract import Problem
 from ops.kda_tpu.pallas import schedule
 from ops.kda_tpu.pallas.config import Config
-from ops.kda_tpu.pallas.residuals import Residuals, kernel_width
+from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, kernel_width
 
 BETA_FLOOR = 2.0**-50
 
@@ -48,8 +48,7 @@ def residuals(problem: Problem, config: Config) -> Residuals:
                     )
                     out["v_new"][h, b, rows, :V] += v_new
                     out["slab"][h, b, chunk] += np.where(real[:, None], slab, 0.0)
-    narrow = all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value, problem.gate))
-    dtype = jnp.bfloat16 if narrow else jnp.float32
+    dtype = compute_dtype(problem)
     return Residuals(**{name: jnp.asarray(x, jnp.float32).astype(dtype) for name, x in out.items()}, steps=steps)
 
 

@@ -78,7 +78,13 @@ class Kernel:
 
 
 class Launch:
-    """Blocks of a problem's arrays, and the call of a kernel on them."""
+    """Blocks of a problem's arrays, and the call of a kernel on them.
+
+    Attributes:
+        heads, batch: H and B.
+        padded: Tp, tokens in whole tiles.
+        num_steps: S, grid steps of a batch row.
+    """
 
     def __init__(self, form: Form, problem: Problem, steps: StepTable, interpret: Any) -> None:
         self._form, self._interpret = form, interpret

@@ -119,6 +119,7 @@ def _exponents(form: Form, at: ChunkView, joint_prefix: Joint) -> Phases[Exponen
 
 
 def _prepare(form: Form, at: ChunkView, joint_prefix: Joint, _: Joint) -> Stage:
+    """All that needs no gradient of a state."""
     exponents = yield from _exponents(form, at, joint_prefix)
     gam = _scaled_prefix(form, exponents)
     at.add("qg", at.query() * gam)
@@ -134,6 +135,7 @@ def _prepare(form: Form, at: ChunkView, joint_prefix: Joint, _: Joint) -> Stage:
 
 
 def _recur(form: Form, at: ChunkView, *_: Any) -> Stage:
+    """The chain through the chunks: dh on leaving the chunk is stored, then taken to its entry."""
     yield Need(at.later)
     d_state = at.d_state().astype(form.dtype)
     at.set_block("d_states", d_state)
@@ -150,6 +152,7 @@ def _recur(form: Form, at: ChunkView, *_: Any) -> Stage:
 
 
 def _finish(form: Form, at: ChunkView, joint_prefix: Joint, joint_gate: Joint) -> Stage:
+    """All that the chain does not wait for."""
     exponents = yield from _exponents(form, at, joint_prefix)
     d_state, n = at.block("d_states"), at.operand("dv")
     from_state = nn(jnp.concatenate([at.d_output(), n], axis=0), at.state())

@@ -20,10 +20,7 @@ _SMALL = 2 << 20  # gate parameters, write strengths, ids, sum matrices, spills 
 # Arrays [C, K] in float32 that the compiler spills for each head and chunk of a step, from its reports on kernels of 4
 # to 64 of them; those with the pairs of a chunk by the pairs' scheme, and twice as many in float32.
 _SPILLED = {"kda_forward": 6, "kda_backward_prepare": 2, "kda_backward_state": 1}
-_SPILLED_PAIRS = {
-    "kda_backward": {"row_blocks": 6, "tree": 20},
-    "kda_backward_finish": {"row_blocks": 6, "tree": 20},
-}
+_SPILLED_PAIRS = {"row_blocks": 6, "tree": 20}
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def vmem_bytes(config: Config, shape: ProblemShape) -> dict[str, int]:
     found = {}
     for name, arrays in scratch.items():
         heads = layout.heads if name == "kda_forward" else form.heads
-        spilled = _SPILLED.get(name) or _SPILLED_PAIRS[name][form.pairs.scheme] * (2 if form.exact else 1)
+        spilled = _SPILLED.get(name) or _SPILLED_PAIRS[form.pairs.scheme] * (2 if form.exact else 1)
         per_head = _bytes_per_head(_BLOCKS[name], spilled, config, shape)
         found[name] = heads * per_head + _bytes(arrays.values()) + _SMALL
     return found
