@@ -158,7 +158,8 @@ def _slots(
     layout: tl.constexpr,
 ) -> tl.tensor:
     """For each destination ``[choice_block]`` of token ``index`` of the share, how many earlier tokens go there too."""
-    slots = tl.zeros([layout.choice_block], tl.int32)
+    choice_block: tl.constexpr = layout.choice_block  # Triton 3.7 makes no zeros of what is no constexpr by itself
+    slots = tl.zeros([choice_block], tl.int32)
     for first in range(0, index, layout.token_tile):
         tokens = _shared_tokens(first, rank, layout)
         keys = destinations_of(choices_of(ids_ptr, placement_ptr, tokens, limit, layout), layout)
