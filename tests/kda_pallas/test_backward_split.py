@@ -45,17 +45,14 @@ def test_three_kernels_under_both_memory_policies() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("ids", [None, PACKED], ids=["fixed", "packed"])
 @pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_as_the_fused_kernel(dtype: str, gate: str, ids: Any, normalize: bool, bias: bool) -> None:
+def test_as_the_fused_kernel(dtype: str, gate: str, ids: Any, normalize: bool) -> None:
     """Float32 gradients of both differ by rounding alone; the bfloat16 ones are each within their tolerance."""
-    if gate == "log" and bias:
-        pytest.skip("given log decays have no bias")
     sub_block: Any = "tree" if dtype == "float32" else "clamped"
-    p = problem(heads=2, dtype=dtype, gate=gate, ids=ids, slots=5, normalize=normalize, bias=bias)
+    p = problem(heads=2, dtype=dtype, gate=gate, ids=ids, slots=5, normalize=normalize, bias=normalize)
     split = run(p, replace(STEP, sub_block=sub_block), *cotangents(p))
     check_gradients(p, split, *cotangents(p))
     if dtype == "float32":
@@ -65,14 +62,19 @@ def test_as_the_fused_kernel(dtype: str, gate: str, ids: Any, normalize: bool, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 256), (60, 100), (127, 128), (128, 16), (129, 64), (256, 129)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_widths(key_dim: int, value_dim: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "key_dim", "value_dim"),
+    [
+        *(("bfloat16", 16, 256), ("bfloat16", 127, 128), ("bfloat16", 256, 129)),
+        *(("float32", 60, 100), ("float32", 128, 16), ("float32", 129, 64)),
+    ],
+)
+def test_widths(dtype: str, key_dim: int, value_dim: int) -> None:
     check(SPLIT, key_dim=key_dim, value_dim=value_dim, dtype=dtype, gate="softplus")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mean", [0.02, 1.0, 5.0, 40.0])
+@pytest.mark.parametrize("mean", [0.02, 40.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_precision_at_any_gate(dtype: str, mean: float) -> None:
     check(replace(SPLIT, sub_block="tree"), final=dtype == "float32", mean=mean, tokens=129, dtype=dtype)
