@@ -150,10 +150,11 @@ class Meetings:
         missing = _missing_ranks(self._store, keys, timeout_s)
         if missing:
             raise watchdog.absence_error(self.rank, what, missing, timeout_s)
-        values = [pickle.loads(self._store.get(key)) for key in keys]
+        together = self._store.has_extended_api()
+        values = self._store.multi_get(keys) if together else [self._store.get(key) for key in keys]
         if self._number > 1:  # whoever came to this meeting has read what was brought to the last one
             self._store.delete_key(f"{self._number - 1}/{self.rank}")
-        return values
+        return [pickle.loads(value) for value in values]
 
 
 def _missing_ranks(store: Any, keys: Sequence[str], timeout_s: float) -> list[int]:
@@ -162,16 +163,15 @@ def _missing_ranks(store: Any, keys: Sequence[str], timeout_s: float) -> list[in
     Raises:
         RuntimeError: the store itself fails.
     """
-    missing = []
-    deadline = time.monotonic() + (timeout_s or timedelta(days=365).total_seconds())
-    for rank, key in enumerate(keys):
-        try:
-            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-        except RuntimeError:  # kinds of stores have kinds of errors for a wait that ends
-            if time.monotonic() < deadline:
-                raise
-            missing.append(rank)
-    return missing
+    limit = timedelta(seconds=timeout_s) if timeout_s else timedelta(days=365)
+    deadline = time.monotonic() + limit.total_seconds()
+    try:
+        store.wait(list(keys), limit)  # one message, however many ranks there are
+    except RuntimeError:  # kinds of stores have kinds of errors for a wait that ends
+        if time.monotonic() < deadline:
+            raise
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def check_group(config: Config, group: Any) -> None:

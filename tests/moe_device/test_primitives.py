@@ -94,6 +94,7 @@ def test_flags_are_only_read_once_the_time_is_over():
     assert len(flag_loads) >= 3, text  # the limit, and two flags
     assert len([position for position in flag_loads if position < text.rindex("%globaltimer")]) == 1
     _position(text, "%globaltimer", r"ld\.volatile\.global\.b64", rf"\+{8 * watchdog.AWAITED}\]", "trap")
+    assert "bar." not in text[text.rindex("%globaltimer") : text.index("trap")], "threads may be here alone"
 
 
 def test_a_put_is_one_call_of_the_library_by_the_whole_block():

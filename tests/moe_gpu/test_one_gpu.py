@@ -72,6 +72,25 @@ def test_a_captured_graph_replays_what_running_it_gives(device: torch.device) ->
             assert torch.equal(replayed, both())
 
 
+@pytest.mark.parametrize("number", [0, 1, 16, 31])
+def test_another_number_of_tokens_is_captured_without_compiling(device: torch.device, number: int) -> None:
+    tokens, ids, weights = random_batch(device)
+    with opened(CONFIG) as exchange:
+
+        def both(number: int) -> torch.Tensor:
+            handle = exchange.dispatch(tokens[:number], ids[:number], weights=weights[:number])
+            return exchange.combine(handle, handle.rows)
+
+        want = both(32)[:number].clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = both(number)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, want)
+
+
 def test_the_first_call_inside_a_capture_is_refused_in_words(device: torch.device) -> None:
     config = Config(max_num_tokens=32, num_experts=8, experts_per_token=4, hidden=1024, row_multiple=1)
     tokens, ids, weights = random_batch(device)
