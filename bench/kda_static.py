@@ -50,7 +50,8 @@ def profile_case(case: Case, chip: str, peer: str | None = None, row_major: bool
     """Compiles a case's program with our Pallas kernels, or with a peer's, for a chip."""
     from ops.kda_tpu.pallas.backend import with_options
 
-    attention = kda_peer.load(peer) if peer else with_options(rematerialize_for_backward=case.rematerialize)
+    again = case.rematerialize
+    attention = kda_peer.load(peer, again) if peer else with_options(rematerialize_for_backward=again)
     program, arguments = kda_cases.program(attention, case), kda_cases.arguments(case, kda_cases.specs(case))
     return profile(program, arguments, chip, row_major=row_major)
 
@@ -94,7 +95,7 @@ def quantities(profiled: Profiled, base: Report | None) -> dict[str, float]:
     report = profiled.report
     if report is None:
         return {}
-    backward = report.matching(_BACKWARD)
+    backward = report.matching(kda_peer.BACKWARD if profiled.peer else _BACKWARD)
     found = {
         "ms": report.ms,
         "backward kernels ms": sum(kernel.launches * kernel.ms for kernel in backward),

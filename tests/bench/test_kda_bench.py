@@ -1,6 +1,7 @@
 """The KDA bench: its cases, the verdicts on targets, the tuner's choice, the command line."""
 
 import json
+import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -121,6 +122,17 @@ def test_a_peer_of_the_same_run_stands_beside_the_target():
     ]
     (row,) = kda_static.target_rows(profiles, [Target("seed-fixed", "v6e", "ms", 1.1)])
     assert (row["estimate"], row["peer here"]) == (1.0, 2.5)
+
+
+def test_kernels_of_a_peers_backward_are_told_from_its_forward():
+    forward = ("_fused_gate_intra_kernel", "_chunk_kda_fwd_h_o_varlen_kernel")
+    backward = (
+        "_fused_recompute_w_u_vnew_from_h_kernel",
+        "_chunk_kda_bwd_dAv_kernel",
+        "_fused_dhu_wy_intra_cumsum_kernel",
+    )
+    assert all(re.search(kda_peer.BACKWARD, name) for name in backward)
+    assert not any(re.search(kda_peer.BACKWARD, name) for name in forward)
 
 
 def test_unknown_case_is_refused_before_anything_is_compiled(capsys):
