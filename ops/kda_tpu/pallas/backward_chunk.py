@@ -248,8 +248,8 @@ def _emit_d_beta(form: Form, at: Any, products: Array) -> None:
 def _diagonal(form: Form, products: Array) -> Array:
     """Pair of a row with itself, which no decay touches: scale dO_i . v_new_i, [C, 1]."""
     C = form.chunk
-    eye = iota((C, C), 0) == iota((C, C), 1)
-    return jnp.sum(jnp.where(eye, products[:C], 0.0), axis=1, keepdims=True) * form.scale
+    scaled_eye = jnp.where(iota((C, C), 0) == iota((C, C), 1), form.scale, 0.0)
+    return jnp.sum(products[:C] * scaled_eye, axis=1, keepdims=True)
 
 
 # ---- gate and norm

@@ -41,9 +41,6 @@ _BINADES = 180.0
 _SUBLANES = 8
 _PACKED_ROWS = 16  # of a register in bfloat16
 _TREE_ROWS = 4
-# Exponents down to this are raised at once; between the anchors of steep blocks two factors share the way.
-_LOWEST_EXPONENT = -120.0
-_HALF_WAY = -100.0
 
 
 @dataclass(frozen=True)
@@ -168,10 +165,8 @@ class Exponents:
         if self.form.scheme == "tree":
             anchor = self._repeat(0, self.form.inner)
             return jnp.exp2(self.prefix - anchor + half), jnp.exp2(anchor - self.prefix + (scale - half))
-        anchors = self.anchors - half
-        return jnp.exp2(self.prefix - self.over_blocks(anchors)), jnp.exp2(
-            self.over_blocks(anchors + scale) - self.prefix
-        )
+        exponent = self.prefix - self.over_blocks(self.anchors - half)
+        return jnp.exp2(exponent), jnp.exp2(scale - exponent)
 
     @property
     def anchors(self) -> Array:
@@ -205,7 +200,8 @@ class Scores:
 
     Attributes:
         rows: [2 C, C], for each block of ``form.score_rows`` rows those of dO and v_new (with their diagonal if
-            ``form.diagonal``), then those of n and v_new.
+            ``form.diagonal``), then those of n and v_new. Where row blocks see an earlier block they have the factor
+            2^-half_range, because the rows' factor has its inverse and those columns do not.
         transposed: [C, 2 C].
     """
 
@@ -219,8 +215,11 @@ class Scores:
         row, col = iota((C, C), 0), iota((C, C), 1)
         if form.scale < 0:
             products = -products
-        a = jnp.where(row >= col if form.diagonal else row > col, products[:C], 0.0)
-        l = jnp.where(row > col, products[C:], 0.0)
+        weight = jnp.where(row > col, 1.0, 0.0)
+        if form.scheme == "row_blocks":
+            weight = jnp.where(row // form.inner > col // form.inner, 2.0**-form.half_range, weight)
+        a = products[:C] * (jnp.where(row == col, 1.0, weight) if form.diagonal else weight)
+        l = products[C:] * weight
         rows = _alternating(a, l, form.score_rows).astype(form.dtype)
         return cls(rows, rows.T)
 
@@ -301,7 +300,7 @@ def _row_blocks(
     frame, zero = (iota((C, 2 * C), 1) // (2 * h)), jnp.zeros((), form.dtype)
     taken, left, starts = [], [], [0]
     for x in frames:
-        columns = [steps.forth(c, b, x) if b < x else c for b, c in enumerate(columns)]
+        columns = [c * steps.factor(b, x) if b < x else c for b, c in enumerate(columns)]
         end = -(-h * (x + 1) // _PACKED_ROWS) * _PACKED_ROWS
         weights = jnp.concatenate(columns[: end // h], axis=0).astype(form.dtype)
         taken.append(nn(scores.rows[2 * h * x : 2 * h * (x + 1), :end], weights))
@@ -313,7 +312,7 @@ def _row_blocks(
     for x in reversed(frames):
         for b in range(x + 1):
             part = given[starts[x] + h * b :][:h]
-            totals[b] = steps.back(totals[b], b, x + 1) + part if b in totals else part
+            totals[b] = totals[b] * steps.factor(b, x + 1) + part if b in totals else part
     column = jnp.concatenate([totals[b] for b in frames], axis=0)
     from_entry = jnp.exp2(exponents.anchors - form.half_range)
     query, key = (
@@ -337,15 +336,13 @@ def _row_blocks(
 class _Steps:
     """The factors from the anchor of one row block to that of the next, exact in bfloat16 problems.
 
-    A block's own columns may be as far above its anchor as the block is steep, so for them the way to the next anchor
-    may be longer than one factor can express. A column further back is below that range at once and may underflow.
-
     Attributes:
-        near: one or two arrays [8, K] whose product leads to row b's anchor from the one before.
-        far: their product.
+        out: [8, K], row b leads the block before b from its own anchor to that of block b, and out of the half range
+            that its columns have lost; a block may be steeper than one factor without that could express.
+        far: [8, K], the same for columns further back, which may underflow.
     """
 
-    near: tuple[Array, ...]
+    out: Array
     far: Array
 
     @classmethod
@@ -353,22 +350,11 @@ class _Steps:
         """From the anchors."""
         anchors = exponents.anchors
         step = anchors - jnp.concatenate([anchors[:1], anchors[:-1]], axis=0)
-        if form.steepest * form.inner <= -_LOWEST_EXPONENT:
-            far = jnp.exp2(step)
-            return cls((far,), far)
-        first = jnp.maximum(step, _HALF_WAY)
-        near = (jnp.exp2(first), jnp.exp2(step - first))
-        return cls(near, near[0] * near[1])
+        return cls(jnp.exp2(step + form.half_range), jnp.exp2(step))
 
-    def forth(self, column: Array, block: int, frame: int) -> Array:
-        """A column block at the anchor before ``frame``, moved to that of ``frame``."""
-        for factor in self.near if block == frame - 1 else (self.far,):
-            column = column * factor[frame : frame + 1]
-        return column
-
-    def back(self, total: Array, block: int, frame: int) -> Array:
-        """What a column block got at the anchor of ``frame``, as at the one before."""
-        return self.forth(total, block, frame)
+    def factor(self, block: int, frame: int) -> Array:
+        """For a column block's way between the anchor of ``frame`` and the one before."""
+        return (self.out if block == frame - 1 else self.far)[frame : frame + 1]
 
 
 def _level(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: PairSums, m: int) -> Stage:

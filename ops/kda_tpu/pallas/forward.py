@@ -91,7 +91,7 @@ def layout_of(problem: Problem, config: Config, num_steps: int, save: bool) -> L
         scale=problem.scale,
         normalise=problem.use_qk_l2norm,
         gate=gate,
-        intra=IntraForm.choose(config.sub_block, gate, local_sums=dtype == jnp.float32),
+        intra=IntraForm.choose(gate, local_sums=dtype == jnp.float32),
         masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
         save=save,
     )

@@ -249,7 +249,7 @@ class _Tiles:
             target[self._unit_at(self.front, unit)] = x * factor
         gate = refs.gate[unit.at].astype(jnp.float32)
         rows = (lambda n: refs.gate_rows[unit.head, n : n + 1]) if layout.gate.activated else None
-        decay = log2_decay(gate, rows, layout.gate, layout.dtype == jnp.float32, layout.intra.lowest)
+        decay = log2_decay(gate, rows, layout.gate, layout.dtype == jnp.float32, layout.intra.floor)
         return self._select(self.front, unit, decay)
 
     def _invert(self, group: list[tuple[int, Unit, Unit]]) -> Stage:

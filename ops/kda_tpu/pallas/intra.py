@@ -7,7 +7,7 @@ With G the inclusive cumulative log2 decay of a chunk and E_ij = 2^(G_i - G_j) p
 E is split as 2^(G_i - R) 2^(R - G_j) with an anchor R. A binary tree takes R between j and i, so both exponents are
 <= 0 for every gate: level m holds the pairs with i in the upper and j in the lower half of a block of 2m rows. It stops
 at blocks of ``anchor_rows`` rows, inside which the anchor is the block's first row and the exponents may be positive:
-the steepest decay is either known to be small enough or clamped there. Anchors never lie behind i, so a later gate
+the steepest decay is known to be small enough, or a floor makes it so. Anchors never lie behind i, so a later gate
 changes nothing.
 """
 
@@ -37,44 +37,37 @@ class IntraForm:
     """How the decay between two rows of a chunk is evaluated.
 
     Attributes:
-        anchor_rows: rows of the innermost blocks: 16 or 8; 1 is the tree all the way down.
-        clamp: largest -log2 decay of a token used inside those blocks, None if no gate exceeds it. A pair across a
-            clamped token counts with 2^-clamp instead of less. Without ``local_sums`` every sum has the clamped decays.
+        anchor_rows: rows of the innermost blocks: 16 or 8.
+        floor: log2 decay of a token below which it counts as this, so that those blocks stay in range: blocks of 8 rows
+            leave 2^-28 where nothing may be left.
         bias: added to the exponents of the left factor and taken from the right one, so that both use half the range.
         local_sums: sums of decays are formed from their own terms, not as differences of G.
     """
 
     anchor_rows: int
-    clamp: float | None
+    floor: float
     bias: float
     local_sums: bool
 
     @classmethod
-    def choose(cls, sub_block: str, gate: GateForm, local_sums: bool) -> IntraForm:
-        """Cheapest form within ``sub_block`` ("clamped" or "tree") that holds for every gate of the form."""
-        if sub_block == "tree":
-            return cls(1, None, 0.0, True)
+    def choose(cls, gate: GateForm, local_sums: bool) -> IntraForm:
+        """Cheapest form that holds for every gate of the form."""
         anchor_rows = 16 if gate.steepest * 15 <= _EXPONENT_RANGE else 8
-        steepest = _EXPONENT_RANGE / (anchor_rows - 1)
-        clamp = steepest if gate.steepest > steepest else None
-        return cls(anchor_rows, clamp, float(round(min(steepest, gate.steepest) * (anchor_rows - 1) / 2)), local_sums)
+        steepest = min(gate.steepest, _EXPONENT_RANGE / (anchor_rows - 1))
+        floor = -steepest if gate.steepest > steepest else LOWEST_LOG2_DECAY
+        return cls(anchor_rows, floor, float(round(steepest * (anchor_rows - 1) / 2)), local_sums)
 
     @property
     def levels(self) -> tuple[int, ...]:
         """Half-block sizes of the tree, largest first."""
-        return tuple(m for m in (32, 16, 8, 4, 2, 1) if m >= self.anchor_rows)
+        return tuple(m for m in (32, 16, 8) if m >= self.anchor_rows)
 
     @property
     def sums(self) -> int:
         """Arrays [C, K] of decay sums kept for a head and chunk."""
         if self.local_sums:
-            return 2 + len(self.levels) + (self.anchor_rows > 1)
+            return 3 + len(self.levels)
         return 1
-
-    @property
-    def lowest(self) -> float:
-        """Log2 decay of a token below which it counts as this, everywhere."""
-        return LOWEST_LOG2_DECAY if self.clamp is None or self.local_sums else -self.clamp
 
 
 def sum_matrix(form: IntraForm) -> np.ndarray:
@@ -90,8 +83,7 @@ def sum_matrix(form: IntraForm) -> np.ndarray:
         for m in form.levels:
             middle = row // (2 * m) * 2 * m + m - 1
             blocks.append(np.where(row > middle, (term > middle) & (term <= row), (term > row) & (term <= middle)))
-        if form.anchor_rows > 1:
-            blocks.append((term <= row) & (term > row // form.anchor_rows * form.anchor_rows))
+        blocks.append((term <= row) & (term > row // form.anchor_rows * form.anchor_rows))
     return np.concatenate(blocks).astype(np.float32)
 
 
@@ -187,14 +179,10 @@ def _anchored_product(pair: Pair, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
     left, right = [], []
     for rows in pair:
         q, k = rows.query(), rows.key()
-        if rows.sums.form.anchor_rows > 1:
-            exponent = rows.sums.anchored()
-            decay = jnp.exp2(exponent)
-            right.append((k * jnp.exp2(-exponent)).astype(dtype))
-            q, k = q * decay, k * decay
-        else:
-            right.append(k.astype(dtype))
-        left += [q.astype(dtype), k.astype(dtype)]
+        exponent = rows.sums.anchored()
+        decay = jnp.exp2(exponent)
+        right.append((k * jnp.exp2(-exponent)).astype(dtype))
+        left += [(q * decay).astype(dtype), (k * decay).astype(dtype)]
     return _own_columns(nt(jnp.concatenate(left, axis=0), jnp.concatenate(right, axis=0)))
 
 
@@ -351,24 +339,19 @@ def _float_terms(x: jax.Array, terms: int) -> list[jax.Array]:
 def decay_sums(decay: Sequence[jax.Array], matrix: jax.Array, form: IntraForm) -> list[list[jax.Array]]:
     """Sums of log2 decays [C, K] of each head and chunk, as many arrays [C, K] as ``form.sums``.
 
-    One product with the 0/1 matrix for a pair of arrays side by side: two heads, or a head's decays and their clamped
-    form.
+    One product with the 0/1 matrix for two of them side by side.
 
     Args:
-        decay: log2 decays of each head and chunk, float32, at least ``form.lowest``.
+        decay: log2 decays of each head and chunk, float32, at least ``form.floor``.
         matrix: :func:`sum_matrix` repeated along columns for each bfloat16 term.
         form: which sums.
     """
     terms = matrix.shape[1] // CHUNK
-    clamp = form.clamp if form.local_sums else None
-    columns = [d for x in decay for d in ((x,) if clamp is None else (x, jnp.maximum(x, -clamp)))]
     width, found = decay[0].shape[1], []
-    for n in range(0, len(columns), 2):
-        wide = jnp.concatenate(columns[n : n + 2], axis=1)
+    for n in range(0, len(decay), 2):
+        wide = jnp.concatenate(decay[n : n + 2], axis=1)
         product = nn(matrix, jnp.concatenate(split(wide, terms), axis=0))
         for start in range(0, wide.shape[1], width):
             column = product[:, start : start + width]
             found.append([column[at : at + CHUNK] for at in range(0, column.shape[0], CHUNK)])
-    if clamp is None:
-        return found
-    return [[*plain[:-1], clamped[-1]] for plain, clamped in zip(found[::2], found[1::2], strict=True)]
+    return found
