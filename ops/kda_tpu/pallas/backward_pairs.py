@@ -361,22 +361,56 @@ def _level(form: PairForm, at: Any, exponents: Exponents, scores: Scores, sums: 
     """Rows of the upper half of a block of 2 m rows against columns of its lower half.
 
     Each row has one role, so one array of decays and one product serve both directions; the scale is split between the
-    two factors.
+    two factors. Where halves are whole registers only rows with a role are multiplied.
     """
-    C = CHUNK
-    row, col = iota((C, 2 * C), 0), iota((C, 2 * C), 1) & (C - 1)
+    C, halves = CHUNK, _Halves(m, m >= (_SUBLANES if form.dtype == jnp.float32 else _PACKED_ROWS))
     zero = jnp.zeros((), form.dtype)
     weights = Operands(at).weighted(jnp.exp2(exponents.level(m) + 0.5 * form.log2_scale), form.dtype)
+    row, col = iota((C, 2 * C), 0), iota((C, 2 * C), 1) & (C - 1)
     nothing = jnp.zeros((C, C), form.dtype)
     pair = _is_pair(row, col, m)
-    left = [jnp.where(pair, jnp.concatenate([nothing, scores.rows[n : n + C]], axis=1), zero) for n in (0, C)]
-    left.append(jnp.where(_is_pair(col, row, m), scores.transposed, zero))
-    result = nn(jnp.concatenate(left, axis=0), weights)
+    rows = [jnp.where(pair, jnp.concatenate([nothing, scores.rows[n : n + C]], axis=1), zero) for n in (0, C)]
+    columns = jnp.where(_is_pair(col, row, m), scores.transposed, zero)
+    result = nn(jnp.concatenate([*map(halves.later, rows), halves.earlier(columns)], axis=0), weights)
     yield None
     decay = jnp.exp2(exponents.level(m) + 0.5 * form.log2_scale)
-    query, as_row, as_column = result[:C], result[C : 2 * C], result[2 * C :]
-    seen = weights.astype(jnp.float32)
-    sums.add(query * decay, (as_row + as_column) * decay, seen[:C] * query + seen[C:] * (as_row - as_column))
+    count = result.shape[0] // 3
+    query, key, column = (result[n * count : (n + 1) * count] for n in range(3))
+    later, earlier = halves.later(decay), halves.earlier(decay)
+    seen_query, seen_key = (weights[n : n + C].astype(jnp.float32) for n in (0, C))
+    gate = halves.later(seen_query) * query + halves.later(seen_key) * key
+    sums.add(
+        halves.join(jnp.zeros_like(query), query * later),
+        halves.join(column * earlier, key * later),
+        halves.join(-halves.earlier(seen_key) * column, gate),
+    )
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """The lower (earlier) and upper (later) halves of blocks of 2 m rows; all rows where no half is whole registers."""
+
+    m: int
+    whole: bool
+
+    def earlier(self, x: Array) -> Array:
+        """Rows of the lower halves."""
+        return self._rows(x, 0)
+
+    def later(self, x: Array) -> Array:
+        """Rows of the upper halves."""
+        return self._rows(x, self.m)
+
+    def join(self, earlier: Array, later: Array) -> Array:
+        """The rows in order; their sum where each has all, zero in the others."""
+        if not self.whole:
+            return earlier + later
+        return _alternating(earlier, later, self.m)
+
+    def _rows(self, x: Array, first: int) -> Array:
+        if not self.whole:
+            return x
+        return jnp.concatenate([x[r : r + self.m] for r in range(first, CHUNK, 2 * self.m)], axis=0)
 
 
 def _is_pair(i: Array, j: Array, m: int) -> Array:
