@@ -349,9 +349,9 @@ class KernelExchange(Exchange):
         staged, landed = _pair_bytes(self._layout)
         if buffers.late_memory is None:
             name = "rows in pairs, for weights first given to combine"
-            self._runtime.synchronize()
-            self._raise_reports()  # ranks that disagree about the weights do not meet here
             with self._between_ranks(name):
+                self._runtime.synchronize()
+                self._raise_reports()  # ranks that disagree about the weights do not meet here
                 buffers.late_memory = self._runtime.allocate(staged + landed, name)
         return buffers.late_memory[:staged], buffers.late_memory[staged:]
 

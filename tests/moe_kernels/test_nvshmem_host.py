@@ -252,6 +252,8 @@ def test_what_would_compile_anew_is_refused_while_a_graph_is_captured() -> None:
         for anew in ((rows[1:], None, 1), (rows.long(), None, 1), (rows, rows, 1)):
             with pytest.raises(NotEnqueuedError, match="once before the capture"):
                 runtime.launch(kernel, (1,), *anew)
+        with pytest.raises(NotEnqueuedError, match="waiting for the GPU, while a CUDA graph is captured"):
+            runtime.synchronize()
 
 
 def test_a_second_group_of_the_same_size_is_refused() -> None:

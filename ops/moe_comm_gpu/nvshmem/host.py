@@ -149,7 +149,9 @@ class NvshmemRuntime:
 
         Raises:
             WaitTimeoutError: a wait inside a kernel took too long.
+            NotEnqueuedError: a CUDA graph is captured, which waiting would spoil.
         """
+        _refuse_capture("waiting for the GPU")
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
