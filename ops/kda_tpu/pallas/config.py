@@ -41,8 +41,8 @@ class Config:
             backward share it, because the residuals are laid out by tile.
         heads_per_step: heads of one forward grid step, interleaved in program order.
         backward_heads_per_step: the same for the backward; None for ``heads_per_step``.
-        sub_block: how the decay is split inside 16-row blocks: ``"clamped"`` (one tree level, then clamped anchors
-            every 8 rows) or ``"tree"`` (binary tree down to single rows, exact, more work).
+        sub_block: where the decay between two rows is split in the backward: ``"clamped"`` (at the first row of small
+            blocks, with a floor where the gate needs one) or ``"tree"`` (between the two rows; no floor, more work).
         rematerialize_for_backward: recompute what the backward needs instead of saving it.
         backward: ``"fused"`` for one kernel, ``"split"`` for three that pass their intermediates through HBM.
         chunk: tokens a chunk.
