@@ -201,9 +201,10 @@ class _Tiles:
     def _stages(self) -> Iterator[tuple[int, Stage]]:
         """Stages with the rounds they start in; chosen by the compiler's schedule.
 
-        The front half starts its groups one after another, so that it lasts as long as the back half. With few heads
-        the back half is as long as its chain of dependent products through the chunks, three rounds each; then its
-        chunks start late too, and the front half goes pair by pair.
+        The front half starts its groups one after another, so that it lasts as long as the back half, and the back half
+        inverts a chunk's matrices shortly before the recurrence comes to that chunk. With few heads the back half is as
+        long as its chain of dependent products through the chunks, three rounds each; then its chunks start late too,
+        and the front half goes pair by pair.
         """
         heads, chunks = self.layout.heads, self.layout.chunks
         units = [Unit(head, chunk, chunk * heads + head) for chunk in range(chunks) for head in range(heads)]
@@ -212,7 +213,7 @@ class _Tiles:
         for n in range(0, len(pairs), _GROUP_PAIRS):
             group = pairs[n : n + _GROUP_PAIRS]
             chunk = group[0][1].chunk
-            yield 2 * chunk if few else 0, self._invert(group)
+            yield 2 * chunk, self._invert(group)
             for pair, first, second in group:
                 for unit in dict.fromkeys((first, second)):
                     yield 6 + 3 * unit.chunk if few else 0, self._recur(unit, pair)
