@@ -91,7 +91,7 @@ def test_both_memory_policies_give_the_same_gradients() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", [None, PACKED], ids=["fixed", "packed"])
-def test_no_race_and_no_read_of_unwritten_memory(ids: Any) -> None:
+@pytest.mark.parametrize("options", [{"tokens": 128}, {"ids": PACKED, "slots": 4}], ids=["fixed", "packed"])
+def test_no_race_and_no_read_of_unwritten_memory(options: dict[str, Any]) -> None:
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    check(SPLIT, interpret=interpret, dtype="bfloat16", gate="softplus", ids=ids, slots=4 if ids is not None else None)
+    check(SPLIT, interpret=interpret, dtype="bfloat16", gate="softplus", **options)
