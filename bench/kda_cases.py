@@ -27,6 +27,7 @@ class Case:
         gate: ``"bounded"``, ``"softplus"`` (raw gates, activated in the operator) or ``"log"`` (log decays).
         lower_bound: of the bounded form.
         rematerialize: whether the backward pass runs the forward again instead of reading what it saved.
+        backward: ``"fused"`` in one kernel, or ``"split"`` in three.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     gate: Literal["bounded", "softplus", "log"] = "bounded"
     lower_bound: float = -5.0
     rematerialize: bool = False
+    backward: Literal["fused", "split"] = "fused"
 
     @property
     def segment_ids(self) -> np.ndarray | None:
@@ -73,6 +75,7 @@ CASES: dict[str, Case] = {
         Case("forward", part="forward"),
         Case("forward-packed", part="forward", tokens=sum(_PACKED), lengths=_PACKED),
         Case("remat", rematerialize=True),
+        Case("split", backward="split"),
         Case("float32", dtype="float32"),
         Case("softplus", gate="softplus"),
         Case("log-decay", gate="log"),

@@ -51,7 +51,10 @@ def profile_case(case: Case, chip: str, peer: str | None = None, row_major: bool
     from ops.kda_tpu.pallas.backend import with_options
 
     again = case.rematerialize
-    attention = kda_peer.load(peer, again) if peer else with_options(rematerialize_for_backward=again)
+    if peer:
+        attention = kda_peer.load(peer, again)
+    else:
+        attention = with_options(rematerialize_for_backward=again, backward=case.backward)
     program, arguments = kda_cases.program(attention, case), kda_cases.arguments(case, kda_cases.specs(case))
     return profile(program, arguments, chip, row_major=row_major)
 

@@ -25,8 +25,8 @@ from jax.interpreters import ad, batching, mlir
 
 from ops.kda_tpu import contract
 from ops.kda_tpu.contract import Problem
-from ops.kda_tpu.pallas.backward import backward
-from ops.kda_tpu.pallas.config import Config, ProblemShape, check, choose, current_chip
+from ops.kda_tpu.pallas.backward import backward as backward_kernels
+from ops.kda_tpu.pallas.config import Backward, Config, ProblemShape, check, choose, current_chip
 from ops.kda_tpu.pallas.forward import forward
 from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype
 
@@ -37,7 +37,7 @@ INTERPRET_VARIABLE = "OPS_KDA_INTERPRET"
 
 
 def with_options(
-    *, config: Config | None = None, rematerialize_for_backward: bool = False
+    *, config: Config | None = None, rematerialize_for_backward: bool = False, backward: Backward = "fused"
 ) -> Callable[..., tuple[Array, Array | None]]:
     """The operator with a memory policy or a whole configuration of one's own.
 
@@ -45,6 +45,8 @@ def with_options(
         config: how the kernels are cut and scheduled; None takes the stored choice for the chip and shape.
         rematerialize_for_backward: save only the inputs and run the forward again in the backward pass; the gradients
             are the same. A ``config`` states the policy itself.
+        backward: ``"fused"``, or ``"split"`` for three kernels, slower, to compare the fused one with. A ``config``
+            states this itself, too.
 
     Returns:
         A function with the signature of :func:`ops.kda_tpu.api.kimi_delta_attention` without ``backend``.
@@ -56,7 +58,7 @@ def with_options(
         shape = _shape(problem)
         chip = current_chip()
         chosen = (
-            choose(shape, chip, rematerialize_for_backward=rematerialize_for_backward)
+            choose(shape, chip, rematerialize_for_backward=rematerialize_for_backward, backward=backward)
             if config is None
             else check(config, shape, chip)
         )
@@ -114,7 +116,7 @@ def _attention_backward(
         residuals = forward(problem, config, interpret, save=True)[2]
         assert residuals is not None
     wanted = d_final_state if problem.output_final_state else None
-    gradients = backward(problem, residuals, d_output, wanted, config, interpret)
+    gradients = backward_kernels(problem, residuals, d_output, wanted, config, interpret)
     d_initial_state = gradients.initial_state
     if d_initial_state is None:  # the caller gave none, so nobody asks
         d_initial_state = jnp.zeros_like(problem.initial_state)

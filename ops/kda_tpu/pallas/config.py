@@ -182,7 +182,13 @@ def rule(shape: ProblemShape) -> Config:
     )
 
 
-def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_backward: bool = False) -> Config:
+def choose(
+    shape: ProblemShape,
+    chip: str | None = None,
+    *,
+    rematerialize_for_backward: bool = False,
+    backward: Backward = "fused",
+) -> Config:
     """The configuration for ``shape`` on ``chip``: the rule's, cut as tuned for its class, fitted to the shape.
 
     Fitting never changes the numerics: it lowers ``chunks_per_step`` to the tokens there are, then lowers it and the
@@ -192,6 +198,7 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
         shape: the problem.
         chip: ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"tpu7x"``, another name or None for an unknown one.
         rematerialize_for_backward: the memory policy, which the caller decides.
+        backward: one kernel or three, which the caller decides as well.
 
     Returns:
         A legal configuration.
@@ -204,6 +211,7 @@ def choose(shape: ProblemShape, chip: str | None = None, *, rematerialize_for_ba
     config = replace(
         config,
         rematerialize_for_backward=rematerialize_for_backward,
+        backward=backward,
         chunks_per_step=max(1, min(config.chunks_per_step, chunks)),
     )
     while why_illegal(config, shape, chip):
