@@ -77,6 +77,7 @@ CASES: dict[str, Case] = {
         Case("remat", rematerialize=True),
         Case("split", backward="split"),
         Case("float32", dtype="float32"),
+        Case("float32-softplus", dtype="float32", gate="softplus"),
         Case("softplus", gate="softplus"),
         Case("log-decay", gate="log"),
         Case("few-heads", heads=4),

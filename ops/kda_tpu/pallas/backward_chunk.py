@@ -143,7 +143,7 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
 
     Args:
         form: the kernel's form.
-        at: the chunk's view of the kernel's refs (:class:`ops.kda_tpu.pallas.backward.ChunkView`).
+        at: the chunk's view of the kernel's refs (:class:`ops.kda_tpu.pallas.backward_view.ChunkView`).
         joint_prefix: product with :func:`prefix_matrix`, shared with neighbouring heads.
         joint_gate: product with :func:`gate_matrix`.
     """
