@@ -68,7 +68,9 @@ def gradients(p: Problem, config: Config = SMALL) -> Gradients:
     [
         {"dtype": "bfloat16", "gate": "softplus", "ids": PACKED, "slots": 4},
         pytest.param({"dtype": "bfloat16", "gate": "bounded", "bias": False, "tokens": 128}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16", "gate": "log", "key_dim": 100, "value_dim": 129}, marks=pytest.mark.slow),
+        pytest.param(
+            {"dtype": "bfloat16", "gate": "log", "heads": 4, "key_dim": 100, "value_dim": 129}, marks=pytest.mark.slow
+        ),
     ],
     ids=["packed", "fixed", "widths"],
 )
