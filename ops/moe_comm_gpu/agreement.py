@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import time
 from collections import defaultdict
@@ -53,8 +54,8 @@ class Ledger:
         self._store.set(self._key("config"), json.dumps(own))
         self._await_everyone()
         _opened[members] += 1  # not before, so that a rank which gave up waiting can try again
-        check_same_fields([json.loads(self._store.get(self._key("config", rank))) for rank in range(self.world_size)],
-                          self.rank)  # fmt: skip
+        fields = [json.loads(self._store.get(self._key("config", rank))) for rank in range(self.world_size)]
+        check_same_fields(fields, self.rank)
         for entry in ("config", "call", "refusal"):  # every rank is past its previous exchange's beginning by now
             self._store.delete_key(f"{previous}/{entry}/{self.rank}")
 
@@ -163,7 +164,8 @@ def _missing_ranks(store: Any, keys: Sequence[str], timeout_s: float) -> list[in
     Raises:
         RuntimeError: the store itself fails.
     """
-    limit = timedelta(seconds=timeout_s) if timeout_s else timedelta(days=365)
+    # Stores take whole milliseconds and would round down, to a wait that ends before the deadline.
+    limit = timedelta(milliseconds=math.ceil(1e3 * timeout_s)) if timeout_s else timedelta(days=365)
     deadline = time.monotonic() + limit.total_seconds()
     try:
         store.wait(list(keys), limit)  # one message, however many ranks there are

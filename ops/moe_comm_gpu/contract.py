@@ -215,7 +215,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def check_same_fields(fields: Sequence[dict[str, str]], rank: int = 0) -> None:
+def check_same_fields(fields: Sequence[dict[str, str]], rank: int) -> None:
     """The single statement that configurations agree: every rank's :meth:`Config.shared_fields`, seen from ``rank``.
 
     Raises:

@@ -17,7 +17,7 @@ from ops.moe_comm_gpu import contract
 from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.batch import CombineRequest, DispatchRequest, Handle
 from ops.moe_comm_gpu.contract import Config, Manner
-from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, Runtime
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, Runtime, host_visible_words
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.exchange import Exchange
 from ops.moe_comm_gpu.kernels import checks, combine, dispatch
@@ -116,9 +116,15 @@ class KernelExchange(Exchange):
         self._placement = torch.tensor(
             [rank * config.num_local_experts + slot for rank, slot in slots], dtype=torch.int32, device=runtime.device
         )
-        self._reports = _host_visible_words(1 + config.world_size, runtime.device)
+        self._reports = host_visible_words(1 + config.world_size, runtime.device)
         self._reported = self._reports.numpy()  # the same memory, quicker to look at
-        self._sets = [self._new_set(index) for index in range(config.num_buffer_sets)]
+        self._sets: list[BufferSet] = []
+        try:
+            for index in range(config.num_buffer_sets):
+                self._sets.append(self._new_set(index))
+        except MemoryError:  # on every rank, so that all are here to release the sets before
+            self.close()
+            raise
         runtime.synchronize()  # what was set to zero here is zero on any stream
 
     def _new_set(self, index: int) -> BufferSet:
@@ -409,8 +415,3 @@ def most_symmetric_bytes(config: Config) -> int:
     layout = Layout.of(config)
     late = 0 if layout.room_for_pairs else contract.round_up(sum(_pair_bytes(layout)), REGION_ALIGNMENT)
     return config.num_buffer_sets * (layout.symmetric_bytes + late)
-
-
-def _host_visible_words(number: int, device: torch.device) -> Tensor:
-    """Words that kernels write and the host reads without waiting for them."""
-    return torch.zeros(number, dtype=torch.int64, pin_memory=device.type == "cuda")

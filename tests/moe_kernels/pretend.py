@@ -65,7 +65,7 @@ def gpu(core: Core) -> Iterator[None]:
         patch.setattr(probe, "find_library", lambda: SimpleNamespace(device_library=lambda _: Path("library.bc")))
         patch.setattr(host, "_core", lambda: core)
         patch.setattr(host, "_current_device", lambda index: index)
-        patch.setattr(host, "_pinned_words", lambda number: torch.zeros(number, dtype=torch.int64))
+        patch.setattr(host, "host_visible_words", lambda number, device: torch.zeros(number, dtype=torch.int64))
         for name, value in {"_initialised_for": None, "_used_bytes": 0, "_uneven": False, "_finalised": False}.items():
             patch.setattr(host, name, value)
         patch.setattr(triton.knobs.runtime, "kernel_load_end_hook", SimpleNamespace(add=lambda _: None, remove=print))

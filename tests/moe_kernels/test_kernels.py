@@ -229,7 +229,8 @@ def test_configurations_that_differ_are_refused_on_every_rank() -> None:
             world_size=2,
             rank=runtime.my_pe,
         )
-        with pytest.raises(ValueError, match="max_num_tokens: 1 here, 2 there"):
+        mine, theirs = 1 + runtime.my_pe, 2 - runtime.my_pe
+        with pytest.raises(ValueError, match=f"max_num_tokens: {mine} here, {theirs} there"):
             KernelExchange(config, runtime)
 
     Simulation(2, 0).run(run)
@@ -246,6 +247,17 @@ def test_a_heap_that_is_too_small_is_named_with_what_is_needed() -> None:
     config = Config(max_num_tokens=100, num_experts=8, experts_per_token=2, hidden=4096)
     with pytest.raises(MemoryError, match=r"needs \d+ bytes, \d+ of 262144 are available.*NVSHMEM_SYMMETRIC_SIZE"):
         ranks(config, lambda exchange: None)
+
+
+def test_a_heap_that_is_too_small_for_the_second_set_has_the_first_back() -> None:
+    config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8, num_buffer_sets=2)
+
+    def run(runtime: Any) -> None:
+        with pytest.raises(MemoryError, match="exchange buffer set 1 needs"):
+            KernelExchange(config, runtime)
+        assert runtime.simulation.layout.used_bytes == 0
+
+    Simulation(1, 0, heap_bytes=most_symmetric_bytes(replace(config, num_buffer_sets=1))).run(run)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -12,6 +12,11 @@ class NotEnqueuedError(RuntimeError):
     """A launch or allocation was refused before anything was enqueued; what uses the runtime can go on."""
 
 
+def host_visible_words(number: int, device: torch.device) -> torch.Tensor:
+    """Words, zero, that kernels on ``device`` write and the host reads without waiting for them."""
+    return torch.zeros(number, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 class Runtime(Protocol):
     """One rank's view of a set of ranks with symmetric memory.
 

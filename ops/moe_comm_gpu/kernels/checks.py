@@ -79,7 +79,7 @@ def check_same_config(config: Config, runtime: Runtime) -> None:
     for pe, (rank, _) in enumerate(entries):
         if rank != pe:
             raise ValueError(f"rank: expected {pe} on the runtime's rank {pe}, got {rank} there")
-    contract.check_same_fields([fields for _, fields in entries])
+    contract.check_same_fields([fields for _, fields in entries], config.rank)
 
 
 def checked_num_programs(num_programs: int | None, runtime: Runtime) -> int:

@@ -26,7 +26,7 @@ import triton
 
 from ops.moe_comm_gpu.agreement import Ledger, Meetings
 from ops.moe_comm_gpu.device import watchdog
-from ops.moe_comm_gpu.device.runtime import NotEnqueuedError
+from ops.moe_comm_gpu.device.runtime import NotEnqueuedError, host_visible_words
 from ops.moe_comm_gpu.device.watchdog import timeout_error
 from ops.moe_comm_gpu.kernels.common import MAX_REGISTERS
 from ops.moe_comm_gpu.kernels.heap import VARIABLE, heap_bytes_wanted
@@ -73,7 +73,7 @@ class NvshmemRuntime:
         library = probe.find_library()
         self.capability = 10 * properties.major + properties.minor
         self._libraries = {"nvshmem": str(library.device_library(self.capability))}
-        self.watchdog = _pinned_words(watchdog.NUM_WORDS)
+        self.watchdog = host_visible_words(watchdog.NUM_WORDS, self.device)
         self._operations: Sequence[str] = ()
         self._launched: set[Any] = set()
         self.set_timeout(timeout_s)
@@ -327,11 +327,6 @@ def _calls_device_library(kernel: str, metadata_group: dict[str, str]) -> bool:
             f"{sorted(metadata_group)}"
         )
     return _DEVICE_STATE in Path(paths[0]).read_bytes()
-
-
-def _pinned_words(number: int) -> torch.Tensor:
-    """Words that kernels write and the host reads without waiting for them."""
-    return torch.zeros(number, dtype=torch.int64, pin_memory=True)
 
 
 def _in_words(number: int | None) -> str:
