@@ -117,8 +117,9 @@ def test_planted_fault_is_caught(mode: str, name: str) -> None:
     rounds = [replace(case, mode=mode) for case in (APART if name in NEED_APART else ROUNDS)]
     caught = []
     for seed in SEEDS:
+        fault = FAULTS[name](mode)
         try:
-            simulate(rounds, seed, fault=FAULTS[name](mode))
+            simulate(rounds, seed, fault=fault)
         except (SimulationError, AssertionError, ValueError) as error:  # ValueError: the exchange itself noticed
             caught.append(f"seed {seed}: {type(error).__name__}: {error}")
             break
