@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ops.moe_comm_gpu.agreement import Ledger
+from ops.moe_comm_gpu.agreement import Ledger, Meetings
 from ops.moe_comm_gpu.contract import Config
 from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime, create_heap_file
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange, most_symmetric_bytes
@@ -41,21 +41,13 @@ class Exchange(KernelExchange):
         ledger = Ledger(config, group) if config.world_size > 1 else None
         if heap_bytes is None:
             heap_bytes = heap_bytes_wanted() or most_symmetric_bytes(config) + _SLACK_BYTES
-        path = _shared_path(ledger, heap_bytes)
+        path = create_heap_file(config.world_size, heap_bytes) if config.rank == 0 else ""
         try:
+            if ledger is not None:
+                meetings = Meetings(ledger.store("heap"), ledger.rank, ledger.world_size)
+                path = meetings.gather(path, "making the exchange", ledger.timeout_s)[0]
             runtime = EmulatedRuntime(config.rank, config.world_size, path, timeout_s=config.timeout_s)
             super().__init__(config, runtime, ledger=ledger, num_programs=num_programs, direct=direct)
         finally:
             if config.rank == 0:
                 Path(path).unlink(missing_ok=True)
-
-
-def _shared_path(ledger: Ledger | None, heap_bytes: int) -> str:
-    """The heap's file, made by rank 0."""
-    if ledger is None:
-        return create_heap_file(1, heap_bytes)
-    store = ledger.store("heap")
-    if ledger.rank == 0:
-        store.set("path", create_heap_file(ledger.world_size, heap_bytes))
-    path: bytes = store.get("path")
-    return path.decode()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ops.moe_comm_gpu import Config
+from ops.moe_comm_gpu import Config, emulation_backend
+from ops.moe_comm_gpu.agreement import Ledger
 from ops.moe_comm_gpu.device.runtime import NotEnqueuedError
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
 from ops.moe_comm_gpu.emulation.launcher import run_processes
-from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime
+from ops.moe_comm_gpu.emulation.processes import EmulatedRuntime, create_heap_file
 from ops.moe_comm_gpu.emulation_backend import Exchange
 from ops.moe_comm_gpu.kernel_exchange import KernelExchange
 from reference import moe_cases
@@ -167,19 +168,52 @@ def test_a_heap_that_is_too_small_is_refused_on_every_rank_and_named() -> None:
         assert "NVSHMEM_SYMMETRIC_SIZE" in message
 
 
-def _make_and_close(rank: int, group: Any) -> list[str]:
+class _ImpatientLedger(Ledger):
+    """Waits long for the others' configurations, and then no longer."""
+
+    def __init__(self, config: Config, group: Any = None) -> None:
+        super().__init__(config, group)
+        self.timeout_s = 0.5
+
+
+def _no_room_for_a_file(*_: int) -> str:
+    raise OSError("no space left")
+
+
+def _heap_without_a_file(rank: int, group: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulation_backend, "Ledger", _ImpatientLedger)
+        patch.setattr(emulation_backend, "create_heap_file", _no_room_for_a_file)
+        with pytest.raises(OSError) as caught:
+            Exchange(replace(PAIR, rank=rank), group)
+    return str(caught.value)
+
+
+def test_a_heap_that_rank_0_cannot_make_is_awaited_with_a_limit() -> None:
+    own, others = harness.workers().run(_heap_without_a_file, [()] * 2)
+    assert own == "no space left"
+    assert others.startswith("rank 1: making the exchange: ranks [0] did not come within 0.5 s")
+
+
+def _make_and_close(rank: int, group: Any) -> tuple[int, list[str]]:
     config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=16, world_size=2, rank=rank)
-    for _ in range(20):
-        with Exchange(config, group) as exchange:
-            handle = exchange.dispatch(torch.ones(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int32))
-            exchange.combine(handle, handle.rows, torch.ones(2, 1))
-    return [name for name in os.listdir("/dev/shm") if name.startswith("moe_comm_heap_")]
+    files: list[str] = []
+
+    def create(*sizes: int) -> str:
+        files.append(create_heap_file(*sizes))
+        return files[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulation_backend, "create_heap_file", create)
+        for _ in range(20):
+            with Exchange(config, group) as exchange:
+                handle = exchange.dispatch(torch.ones(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int32))
+                exchange.combine(handle, handle.rows, torch.ones(2, 1))
+    return len(files), [path for path in files if os.path.exists(path)]
 
 
 def test_making_and_closing_leaves_no_heap_behind() -> None:
-    before = {name for name in os.listdir("/dev/shm") if name.startswith("moe_comm_heap_")}
-    for left in harness.workers().run(_make_and_close, [()] * 2):
-        assert set(left) <= before
+    assert harness.workers().run(_make_and_close, [()] * 2) == [(20, []), (0, [])]
 
 
 def test_plain_stores_in_place_of_puts() -> None:
