@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import glob
 import os
 import time
 
@@ -14,8 +13,10 @@ import triton.language as tl
 from ops.moe_comm_gpu.device import primitives as dev
 from ops.moe_comm_gpu.device import watchdog
 from ops.moe_comm_gpu.device.watchdog import WaitTimeoutError
+from ops.moe_comm_gpu.emulation import launcher
 from ops.moe_comm_gpu.emulation.launcher import run_processes
 from ops.moe_comm_gpu.emulation.operations import count, drop
+from ops.moe_comm_gpu.emulation.processes import create_heap_file
 from tests.moe_device import toys
 
 run_small = functools.partial(run_processes, heap_bytes=1 << 20)
@@ -146,19 +147,27 @@ def test_addresses_outside_the_heap_and_unknown_ranks_are_refused():
         run_small(1, unknown)
 
 
-def test_errors_and_dead_processes_are_reported_and_no_file_is_left():
+def test_errors_and_dead_processes_are_reported_and_no_file_is_left(monkeypatch):
+    files = []
+
+    def create(*sizes):
+        files.append(create_heap_file(*sizes))
+        return files[-1]
+
+    monkeypatch.setattr(launcher, "create_heap_file", create)
+
     def wrong(runtime):
         raise ArithmeticError(f"of rank {runtime.my_pe}")
 
     def dead(runtime):
         os._exit(1)
 
-    before = set(glob.glob("/dev/shm/moe_comm_heap_*"))
     with pytest.raises(ArithmeticError, match="of rank"):
         run_small(2, wrong)
     with pytest.raises(RuntimeError, match="ended without a result"):
         run_small(2, dead)
-    assert set(glob.glob("/dev/shm/moe_comm_heap_*")) <= before
+    assert len(files) == 2
+    assert not any(os.path.exists(path) for path in files)
 
 
 def test_the_record_of_an_expired_wait_becomes_an_error():
