@@ -282,6 +282,23 @@ def test_weights_for_combine_take_no_more_memory_where_it_was_set_aside(late: bo
         assert pairs <= most_symmetric_bytes(config)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_summed_and_in_pairs_take_turns_in_the_same_memory(seed: int) -> None:
+    """With messages late and reordered; the simulator checks every access."""
+    config = Config(max_num_tokens=3, num_experts=6, experts_per_token=3, hidden=8, world_size=3, late_weights=True)
+
+    def host(exchange: KernelExchange) -> None:
+        for batch, early in enumerate((True, False, False, True, True, False)):
+            tokens = torch.arange(3.0)[:, None].expand(3, 8).bfloat16() + 4 * exchange.config.rank + batch
+            ids = (torch.arange(3) + torch.arange(3)[:, None] + batch) % 6
+            weights = torch.tensor([[0.5, 0.25, 2.0]] * 3)
+            handle = exchange.dispatch(tokens, ids, weights=weights if early else None)
+            output = exchange.combine(handle, handle.rows, None if early else weights)
+            assert torch.equal(output, tokens * 2.75)
+
+    ranks(config, host, seed)
+
+
 def test_making_and_closing_returns_all_memory() -> None:
     config = Config(max_num_tokens=2, num_experts=2, experts_per_token=1, hidden=8, world_size=2, num_buffer_sets=2)
 
