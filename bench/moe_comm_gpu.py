@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = timing.environment()
     for name in options.section or SECTIONS:
         title, section = SECTIONS[name]
+        print(timing.header(title(options), about), flush=True)
         rows = section(options)
         path = timing.write_json_lines(Path(options.out) / f"moe_comm_gpu_{name}.jsonl", about, rows)
-        print(timing.header(title(options), about))
         print(timing.table(rows))
         print(f"  written to {path}\n")
     return 0
