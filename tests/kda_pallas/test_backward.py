@@ -17,7 +17,7 @@ from ops.kda_tpu.pallas.backward_pairs import PairForm
 from ops.kda_tpu.pallas.common import GateForm, split
 from ops.kda_tpu.pallas.config import Config
 from tests.kda_pallas.chunked_forward import residuals
-from tests.kda_pallas.problems import QUICK, check_gradients, cotangents, problem, segments
+from tests.kda_pallas.problems import QUICK, check_gradients, cotangents, problem, relative_rms, segments
 
 SMALL = Config(chunks_per_step=1, heads_per_step=1)
 PACKED = segments((50, -7, 20, 3), (-5, 30, 1, -4, 40))
@@ -91,6 +91,17 @@ def test_float32_precision_at_any_gate(mean: float) -> None:
 def test_bfloat16_precision_at_any_gate(mean: float, sub_block: Any) -> None:
     """Eight heads: at strong gates the final cotangent is the last row's alone, and a head's d_beta is one sum."""
     check(replace(SMALL, sub_block=sub_block), heads=8, mean=mean, tokens=129, dtype="bfloat16")
+
+
+def test_small_cotangents_do_not_underflow() -> None:
+    """Those of a mean over many tokens: gradients are linear in them, to a rounding."""
+    p, config, factor = problem(dtype="bfloat16", gate="softplus", tokens=64), SMALL, 2.0**-30
+    d_output, d_final = cotangents(p)
+    wanted = run(p, config, d_output, d_final)
+    small = run(p, config, d_output * factor, d_final * factor)
+    for name, x, y in zip(Gradients._fields, small, wanted, strict=True):
+        assert x is not None, name
+        assert relative_rms(x.astype(jnp.float32) / factor, y.astype(jnp.float32)) <= 2e-5, name
 
 
 @pytest.mark.slow

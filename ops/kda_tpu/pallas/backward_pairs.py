@@ -35,9 +35,10 @@ from ops.kda_tpu.pallas.config import CHUNK
 Array = jax.Array
 Scheme = Literal["row_blocks", "tree"]
 
-# Binades between the largest and the smallest factor in a block with one anchor; float32 has 252, the rest is room for
-# the operands.
-_BINADES = 180.0
+# Binades between the largest and the smallest factor in a block with one anchor, of float32's 252. The rest is room for
+# the coefficients: half of these binades lie below them in some sums, and cotangents of a mean over many tokens are
+# small themselves. The tree takes more, so that no gate down to -40 nats meets its floor.
+_BINADES = {"row_blocks": 140.0, "tree": 180.0}
 _SUBLANES = 8
 _PACKED_ROWS = 16  # of a register in bfloat16
 _TREE_ROWS = 4
@@ -70,9 +71,10 @@ class PairForm:
         """The cheapest scheme of ``sub_block`` ("clamped" or "tree") that holds for every gate of the form."""
         exact = dtype == jnp.float32
         scheme: Scheme = "tree" if sub_block == "tree" else "row_blocks"
-        bounded = gate.steepest * 15 <= _BINADES
+        binades = _BINADES[scheme]
+        bounded = gate.steepest * 15 <= binades
         inner = _TREE_ROWS if sub_block == "tree" else 16 if bounded else 8
-        steepest = min(gate.steepest, _BINADES / (inner - 1))
+        steepest = min(gate.steepest, binades / (inner - 1))
         # In float32 the rounding of a_ii's two cancelling terms in P would show, in the others where gates are steep.
         diagonal = inner == 16 and not exact
         return cls(scheme, inner, dtype, scale, steepest, exact, diagonal)

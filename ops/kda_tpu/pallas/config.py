@@ -22,7 +22,7 @@ CHUNK = 64
 MAX_KEY_DIM = 256
 LANES = 128
 MIB = 1 << 20
-# Log decay of a token, in nats, that 16 rows with one anchor carry in float32's exponent range without a clamp.
+# Log decay of a token, in nats, that the backward's blocks with one anchor carry in float32 without a floor, with room.
 STEEPEST_ANCHORED = -8.0
 
 # VMEM of one TensorCore, and how much of it a kernel may ask for: the compiler keeps some for itself.
