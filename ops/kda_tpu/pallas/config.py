@@ -34,7 +34,7 @@ _ANY_CHIP_VMEM = min(VMEM_BYTES.values())
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernels cut and schedule a problem. Every legal configuration computes the same function.
+    """How the kernels cut and schedule a problem. Every legal configuration computes the same function, up to floors.
 
     Attributes:
         chunks_per_step: chunks of one grid step; a *tile* has ``chunks_per_step * chunk`` rows. The forward and the
@@ -42,7 +42,8 @@ class Config:
         heads_per_step: heads of one forward grid step, interleaved in program order.
         backward_heads_per_step: the same for the backward; None for ``heads_per_step``.
         sub_block: where the decay between two rows is split in the backward: ``"clamped"`` (at the first row of small
-            blocks, with a floor where the gate needs one) or ``"tree"`` (between the two rows; no floor, more work).
+            blocks, with a floor where the gate needs one) or ``"tree"`` (between the two rows down to blocks of 4; more
+            work, a floor only beyond 40 nats a token).
         rematerialize_for_backward: recompute what the backward needs instead of saving it.
         backward: ``"fused"`` for one kernel, ``"split"`` for three that pass their intermediates through HBM.
         chunk: tokens a chunk.
