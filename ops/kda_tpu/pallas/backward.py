@@ -66,13 +66,34 @@ def backward(
     """
     form = form_of(problem, config)
     launch = Launch(form, problem, residuals.steps, interpret)
+    factor = None
+    if form.pairs.scheme == "tree":  # its exponents leave no room for small cotangents
+        factor = _unit_factor(problem.segment_ids, d_output, d_final_state)
+        d_output = _scaled(d_output, factor)
+        d_final_state = None if d_final_state is None else _scaled(d_final_state, factor)
     reads = _operands(form, launch, problem, residuals, d_output, d_final_state)
     writes = _results(form, launch, problem)
     if config.backward == "split":
         results = split_backward(form, launch, reads, writes)
     else:
         results = launch.call(_fused_kernel(form), reads, writes)
-    return _gradients(form, problem, residuals.steps, d_final_state, results, launch)
+    gradients = _gradients(form, problem, residuals.steps, d_final_state, results, launch)
+    return gradients if factor is None else jax.tree.map(lambda x: _scaled(x, 1 / factor), gradients)
+
+
+def _unit_factor(ids: Array | None, d_output: Array, d_final_state: Array | None) -> Array:
+    """The power of two, within 2^-100 to 2^100, that brings the largest cotangent near 1; padding does not count."""
+    size = jnp.abs(d_output.astype(jnp.float32))
+    if ids is not None:
+        size = jnp.where(ids[:, :, None] > 0, size, 0.0)
+    sizes = [size] if d_final_state is None else [size, jnp.abs(d_final_state)]
+    largest = jnp.stack([jnp.max(jnp.where(jnp.isfinite(x), x, 0.0), initial=0.0) for x in sizes])
+    exponent = jnp.frexp(jnp.max(largest))[1]
+    return jnp.ldexp(jnp.float32(1.0), jnp.clip(-exponent, -100, 100))
+
+
+def _scaled(x: Array, factor: Array) -> Array:
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def form_of(problem: Problem, config: Config) -> Form:
