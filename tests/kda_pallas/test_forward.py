@@ -24,7 +24,6 @@ from tests.kda_pallas import chunked_forward
 from tests.kda_pallas.problems import float64, problem, relative_rms, segments
 
 SMALL = Config(chunks_per_step=1, heads_per_step=1)
-TREE = replace(SMALL, sub_block="tree")
 PACKED = segments((50, -7, 20, 3), (-5, 30, 1, -4, 40))
 OUTPUT = {"float32": 2e-5, "bfloat16": 5e-3}  # relative RMS by compute dtype
 SAVED = {"float32": 2e-5, "bfloat16": 8e-3}
@@ -92,18 +91,17 @@ def check_residuals(p: Problem, config: Config, saved: Residuals) -> None:
 )
 def test_output_state_and_residuals(options: dict[str, Any]) -> None:
     p = problem(**options)
-    config = TREE if options["dtype"] == "float32" else SMALL
-    output, state, saved = run(p, config, save=True)
+    output, state, saved = run(p, save=True)
     check(p, output, state)
-    check_residuals(p, config, saved)
+    check_residuals(p, SMALL, saved)
 
 
 def test_slots_without_tokens_keep_their_state() -> None:
     p = problem(dtype="float32", gate="softplus", ids=PACKED, slots=4)
-    _, state, _ = run(p, TREE, save=True)
+    _, state, _ = run(p, save=True)
     assert jnp.array_equal(state[:, 3], p.initial_state[:, 3])
     nothing = replace(p, segment_ids=jnp.zeros_like(PACKED))
-    output, state, saved = run(nothing, TREE, save=True)
+    output, state, saved = run(nothing, save=True)
     assert not output.any()
     assert not saved.v_new.any()
     assert not saved.slab.any()
@@ -135,7 +133,7 @@ def test_nearly_parallel_keys(dtype: str) -> None:
     p = problem(dtype=dtype, **LOGARITHMS)
     constant = jnp.full_like(p.query, p.query.shape[3] ** -0.5)
     ones = {"query": constant, "key": constant, "gate": jnp.zeros_like(p.gate), "beta": jnp.ones_like(p.beta)}
-    output, _, _ = run(replace(p, **ones, initial_state=jnp.zeros_like(p.initial_state)), _config(dtype))
+    output, _, _ = run(replace(p, **ones, initial_state=jnp.zeros_like(p.initial_state)))
     assert relative_rms(output, p.scale * float64(p.value)) <= OUTPUT[dtype]
 
 
@@ -143,7 +141,7 @@ def test_nearly_parallel_keys(dtype: str) -> None:
 @pytest.mark.parametrize("mean", [0.02, 5.0, 40.0])
 def test_gates_of_any_strength(mean: float, dtype: str) -> None:
     p = problem(dtype=dtype, mean=mean, **LOGARITHMS)
-    output, state, _ = run(p, _config(dtype))
+    output, state, _ = run(p)
     check(p, output, state)
 
 
@@ -190,18 +188,13 @@ def test_no_races_and_no_read_of_undefined_memory() -> None:
     check_residuals(p, config, saved)
 
 
-def _config(dtype: str) -> Config:
-    return TREE if dtype == "float32" else SMALL
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sub_block", ["clamped", "tree"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_form(sub_block: str, dtype: str, gate: str, packed: bool) -> None:
+def test_every_form(dtype: str, gate: str, packed: bool) -> None:
     p = problem(heads=2, tokens=100, ids=PACKED if packed else None, dtype=dtype, gate=gate, mean=5.0)
-    config = Config(chunks_per_step=2, heads_per_step=2, sub_block=sub_block)
+    config = Config(chunks_per_step=2, heads_per_step=2)
     output, state, saved = run(p, config, save=True)
     check(p, output, state)
     check_residuals(p, config, saved)
@@ -215,7 +208,7 @@ def test_every_form(sub_block: str, dtype: str, gate: str, packed: bool) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_widths(key_dim: int, value_dim: int, dtype: str) -> None:
     p = problem(key_dim=key_dim, value_dim=value_dim, dtype=dtype, gate="softplus", ids=segments((40, -3, 57)))
-    output, state, _ = run(p, _config(dtype))
+    output, state, _ = run(p)
     check(p, output, state)
 
 
