@@ -22,9 +22,9 @@ from ops.kda_tpu.pallas.backward_launch import Kernel, Launch, Operand, Result
 from ops.kda_tpu.pallas.backward_pairs import PairForm
 from ops.kda_tpu.pallas.backward_split import split_backward, split_kernels
 from ops.kda_tpu.pallas.backward_view import PARAMETER_ROWS
-from ops.kda_tpu.pallas.common import LOG2_E, GateForm, gate_rows
+from ops.kda_tpu.pallas.common import LOG2_E, GateForm, gate_rows, widen
 from ops.kda_tpu.pallas.config import Config
-from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, kernel_width
+from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, has_masks, kernel_width
 from ops.kda_tpu.pallas.schedule import StepTable
 
 Array = jax.Array
@@ -109,7 +109,7 @@ def form_of(problem: Problem, config: Config) -> Form:
         scale=problem.scale,
         gate=gate,
         normalize=problem.use_qk_l2norm,
-        masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
+        masked=has_masks(problem, config),
         pairs=PairForm.choose(config.sub_block, gate, dtype, problem.scale),
     )
 
@@ -134,12 +134,12 @@ def _operands(
     """Everything that is read, by name."""
     C, K, V = form.chunk, form.key_dim, form.value_dim
     found = {
-        "query": Operand(_widen(problem.query, K), launch.tokens(K)),
-        "key": Operand(_widen(problem.key, K), launch.tokens(K)),
-        "gate": Operand(_widen(problem.gate, K), launch.tokens(K)),
+        "query": Operand(widen(problem.query, K), launch.tokens(K)),
+        "key": Operand(widen(problem.key, K), launch.tokens(K)),
+        "gate": Operand(widen(problem.gate, K), launch.tokens(K)),
         "beta": Operand(launch.rows_of(_real_beta(problem)), launch.row_block(C)),
         "v_new": Operand(residuals.v_new, launch.tokens(V)),
-        "d_output": Operand(_widen(d_output, V), launch.tokens(V)),
+        "d_output": Operand(widen(d_output, V), launch.tokens(V)),
         "slab": Operand(residuals.slab, launch.chunks(C, 2 * C)),
         "states": Operand(residuals.states, launch.chunks(V, K, by_step=True)),
     }
@@ -214,13 +214,6 @@ def _real_beta(problem: Problem) -> Array:
     if problem.segment_ids is None:
         return problem.beta
     return jnp.where(problem.segment_ids == 0, 1.0, problem.beta)
-
-
-def _widen(x: Array, width: int) -> Array:
-    """``x`` with zero columns up to ``width``."""
-    if x.shape[-1] == width:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def _transposed_states(states: Array, value_dim: int, key_dim: int) -> Array:

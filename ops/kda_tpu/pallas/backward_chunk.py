@@ -33,10 +33,12 @@ from jax.experimental import pallas as pl
 
 from ops.kda_tpu.pallas.backward_pairs import Exponents, PairForm, PairSums, Scores, pair_sums, row_sums
 from ops.kda_tpu.pallas.common import (
+    LEAST_BETA,
     LOG2_E,
     Done,
     GateForm,
     Need,
+    Phases,
     Stage,
     iota,
     nn,
@@ -48,8 +50,6 @@ from ops.kda_tpu.pallas.common import (
 )
 
 Array = jax.Array
-
-BETA_FLOOR = 2.0**-50
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,14 @@ def gate_matrix(form: Form) -> Array:
     return jnp.concatenate([reverse] * form.terms + [exclusive] * terms_of_x, axis=1).astype(jnp.bfloat16)
 
 
+def decays(form: Form, at: Any, joint_prefix: Joint) -> Phases[Exponents]:
+    """Returns the decays between the chunk's rows; leaves q and k, normalised, where the view finds them."""
+    number = joint_prefix.put(_log_decay_terms(form, at))
+    _normalize(form, at)
+    yield None
+    return Exponents.of(form.pairs, joint_prefix.take(number))
+
+
 def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint) -> Stage:
     """Stages of one chunk of one head: loads through ``at``, stores gradients through it.
 
@@ -147,10 +155,7 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
         joint_prefix: product with :func:`prefix_matrix`, shared with neighbouring heads.
         joint_gate: product with :func:`gate_matrix`.
     """
-    number = joint_prefix.put(_log_decay_terms(form, at))
-    _normalize(form, at)
-    yield None
-    exponents = Exponents.of(form.pairs, joint_prefix.take(number))
+    exponents = yield from decays(form, at, joint_prefix)
 
     # n = S [k 2^(gC - G) dh ; dO]
     yield Need(at.later)
@@ -167,7 +172,7 @@ def chunk_gradients(form: Form, at: Any, joint_prefix: Joint, joint_gate: Joint)
     # dh <- 2^gC dh + scale [q gam ; k gam]^T [dO ; n]
     at.add_d_value(n * -form.scale)
     rows = jnp.concatenate([at.d_output(), n.astype(form.dtype)], axis=0)
-    gam = _scaled_prefix(form, exponents)
+    gam = scaled_prefix(form, exponents)
     decayed = jnp.concatenate([(at.query() * gam).astype(form.dtype), (at.key() * gam).astype(form.dtype)], axis=0)
     update = tn(rows, decayed)
     from_state = nn(rows, at.state())
@@ -231,7 +236,7 @@ def emit_gradients(
     _emit_d_gate(form, at, joint_gate.take(number))
 
 
-def _scaled_prefix(form: Form, exponents: Exponents) -> Array:
+def scaled_prefix(form: Form, exponents: Exponents) -> Array:
     """Gam times the scale, whose magnitude the exponents' prefix already has."""
     gam = jnp.exp2(exponents.prefix)
     return gam if form.scale > 0 else -gam
@@ -241,7 +246,7 @@ def _emit_d_beta(form: Form, at: Any, products: Array) -> None:
     """d_beta_i = dv_i . v_new_i / beta_i^2, with n = -dv / scale in the lower half of ``products``."""
     C = form.chunk
     eye = iota((C, C), 0) == iota((C, C), 1)
-    beta = jnp.maximum(at.beta(), BETA_FLOOR)
+    beta = jnp.maximum(at.beta(), LEAST_BETA)
     at.add_d_beta(jnp.sum(jnp.where(eye, products[C:], 0.0), axis=0, keepdims=True) * (-form.scale / (beta * beta)))
 
 

@@ -120,7 +120,7 @@ def row_sums(form: PairForm, C: int) -> list[tuple[str, Array]]:
 
 @dataclass(frozen=True)
 class Exponents:
-    """Log2 decays between rows of a chunk, [C, K] float32, at most 0."""
+    """Log2 decays between rows of a chunk, [C, K] float32; the prefix also has the scale."""
 
     form: PairForm
     sums: dict[str, Array]

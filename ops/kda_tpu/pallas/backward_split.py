@@ -24,16 +24,14 @@ from ops.kda_tpu.pallas.backward_chunk import (
     Form,
     Joint,
     Received,
-    _log_decay_terms,
-    _normalize,
-    _scaled_prefix,
+    decays,
     emit_gradients,
     saved_arrays,
+    scaled_prefix,
 )
 from ops.kda_tpu.pallas.backward_launch import Kernel, Launch, Operand, Result
-from ops.kda_tpu.pallas.backward_pairs import Exponents
 from ops.kda_tpu.pallas.backward_view import ChunkView
-from ops.kda_tpu.pallas.common import Done, Need, Phases, Stage, nn, nt, tn
+from ops.kda_tpu.pallas.common import Done, Need, Stage, nn, nt, tn
 
 Array = jax.Array
 
@@ -110,18 +108,10 @@ def _intermediates(form: Form, launch: Launch) -> dict[str, Result]:
     }
 
 
-def _exponents(form: Form, at: ChunkView, joint_prefix: Joint) -> Phases[Exponents]:
-    """Returns the decays between rows; leaves q and k where the view finds them."""
-    number = joint_prefix.put(_log_decay_terms(form, at))
-    _normalize(form, at)
-    yield None
-    return Exponents.of(form.pairs, joint_prefix.take(number))
-
-
 def _prepare(form: Form, at: ChunkView, joint_prefix: Joint, _: Joint) -> Stage:
     """All that needs no gradient of a state."""
-    exponents = yield from _exponents(form, at, joint_prefix)
-    gam = _scaled_prefix(form, exponents)
+    exponents = yield from decays(form, at, joint_prefix)
+    gam = scaled_prefix(form, exponents)
     at.add("qg", at.query() * gam)
     at.add("w", at.key() * gam)
     at.add("kg", at.key() * jnp.exp2(exponents.suffix))
@@ -153,7 +143,7 @@ def _recur(form: Form, at: ChunkView, *_: Any) -> Stage:
 
 def _finish(form: Form, at: ChunkView, joint_prefix: Joint, joint_gate: Joint) -> Stage:
     """All that the chain does not wait for."""
-    exponents = yield from _exponents(form, at, joint_prefix)
+    exponents = yield from decays(form, at, joint_prefix)
     d_state, n = at.block("d_states"), at.operand("dv")
     from_state = nn(jnp.concatenate([at.d_output(), n], axis=0), at.state())
     d_key_state = nn(at.v_new(), d_state) * jnp.exp2(exponents.suffix)

@@ -22,6 +22,8 @@ from ops.kda_tpu.contract import Problem
 LOG2_E = math.log2(math.e)
 LOWEST_LOG2_DECAY = -150.0
 """No log2 decay below this: 2^-150 is 0 in float32, and finite sums of it keep inf - inf out."""
+LEAST_BETA = 2.0**-50
+"""The backward divides by beta, so the saved slab and it count a smaller one as this."""
 _LARGEST_A_LOG = 80.0  # exp of it is finite, and large enough to reach every bound of a gate
 _STEEP_A_LOG = 7.0
 _Result = TypeVar("_Result")
@@ -63,6 +65,13 @@ def split(x: jax.Array, terms: int) -> list[jax.Array]:
         parts.append(x.astype(jnp.bfloat16))
         x = x - parts[-1].astype(jnp.float32)
     return [*parts, x.astype(jnp.bfloat16)]
+
+
+def widen(x: jax.Array, width: int, axis: int = -1) -> jax.Array:
+    """``x`` with zeros appended along ``axis`` up to ``width``."""
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, width - x.shape[axis])
+    return jnp.pad(x, pads) if width != x.shape[axis] else x
 
 
 def rsqrt_of_square_sum(x: jax.Array) -> jax.Array:

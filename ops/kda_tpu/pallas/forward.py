@@ -24,11 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ops.kda_tpu.contract import Problem
-from ops.kda_tpu.pallas.common import GateForm, gate_rows
+from ops.kda_tpu.pallas.common import GateForm, gate_rows, widen
 from ops.kda_tpu.pallas.config import CHUNK, Config, current_chip, vmem_limit_bytes
 from ops.kda_tpu.pallas.forward_step import Layout, run_step
 from ops.kda_tpu.pallas.intra import IntraForm, sum_matrix
-from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, kernel_width
+from ops.kda_tpu.pallas.residuals import Residuals, compute_dtype, has_masks, kernel_width
 from ops.kda_tpu.pallas.schedule import StepTable, pad_segment_ids, padded_length, plan
 
 _TABLE = [field.name for field in fields(StepTable)]
@@ -92,7 +92,7 @@ def layout_of(problem: Problem, config: Config, num_steps: int, save: bool) -> L
         normalise=problem.use_qk_l2norm,
         gate=gate,
         intra=IntraForm.choose(gate, local_sums=dtype == jnp.float32),
-        masked=problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0,
+        masked=has_masks(problem, config),
         save=save,
     )
 
@@ -133,14 +133,14 @@ def _operands(problem: Problem, layout: Layout) -> tuple[dict[str, Any], dict[st
     ]
     matrix = jnp.tile(jnp.asarray(sum_matrix(layout.intra), jnp.bfloat16), (1, layout.terms))
     inputs: dict[str, Any] = {
-        "query": (_widen(problem.query, KW), tokens(KW, front)),
-        "key": (_widen(problem.key, KW), tokens(KW, front)),
-        "gate": (_widen(problem.gate, KW), tokens(KW, front)),
-        "value": (_widen(problem.value, VW), tokens(VW, back)),
+        "query": (widen(problem.query, KW), tokens(KW, front)),
+        "key": (widen(problem.key, KW), tokens(KW, front)),
+        "gate": (widen(problem.gate, KW), tokens(KW, front)),
+        "value": (widen(problem.value, VW), tokens(VW, back)),
         "beta_front": (beta, beta_spec[0]),
         "beta_back": (beta, beta_spec[1]),
         "sum_matrix": (matrix, pl.BlockSpec(matrix.shape, lambda b, h, s, *t: (0, 0))),
-        "initial": (jnp.swapaxes(_widen(_widen(problem.initial_state, VW), KW, axis=3), 3, 4), state),
+        "initial": (jnp.swapaxes(widen(widen(problem.initial_state, VW), KW, axis=3), 3, 4), state),
     }
     if layout.gate.activated:
         inputs["gate_rows"] = (gate_rows(problem, KW), pl.BlockSpec((HB, 8, KW), lambda b, h, s, *t: (h, 0, 0)))
@@ -161,10 +161,3 @@ def _operands(problem: Problem, layout: Layout) -> tuple[dict[str, Any], dict[st
         outputs["slab"] = (shape((H, B, length // CHUNK, CHUNK, 2 * CHUNK), layout.dtype), slab)
         outputs["states"] = (shape((H, B, S * NC, VW, KW), layout.dtype), states)
     return inputs, outputs
-
-
-def _widen(x: jax.Array, width: int, axis: int = -1) -> jax.Array:
-    """``x`` with zeros appended along ``axis`` up to ``width``."""
-    pads = [(0, 0)] * x.ndim
-    pads[axis] = (0, width - x.shape[axis])
-    return jnp.pad(x, pads) if width != x.shape[axis] else x

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ops.kda_tpu.pallas.common import (
+    LEAST_BETA,
     Done,
     GateForm,
     Need,
@@ -35,7 +36,6 @@ from ops.kda_tpu.pallas.common import (
 from ops.kda_tpu.pallas.config import CHUNK
 from ops.kda_tpu.pallas.intra import DecaySums, IntraForm, Rows, decay_sums, invert, scores
 
-LEAST_BETA = 2.0**-50
 _LANES = 128
 _GROUP_PAIRS = 2
 _MANY_HEADS = 8  # so many hide the latency of the chain through the chunks

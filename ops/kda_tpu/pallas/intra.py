@@ -204,16 +204,12 @@ def _own_columns(product: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _upper(x: jax.Array, m: int) -> jax.Array:
-    """Rows of the upper halves of blocks of 2m rows; all rows where those are no whole registers."""
-    if m < _SUBLANES:
-        return x
+    """Rows of the upper halves of blocks of 2m rows; these are whole registers, m >= 8."""
     return jnp.concatenate([x[start : start + m] for start in range(m, CHUNK, 2 * m)], axis=0)
 
 
 def _put_upper(x: jax.Array, rows: jax.Array, m: int) -> jax.Array:
     """``x`` with the rows that :func:`_upper` takes replaced."""
-    if m < _SUBLANES:
-        return rows
     parts = []
     for n, start in enumerate(range(m, CHUNK, 2 * m)):
         parts += [x[start - m : start], rows[n * m : (n + 1) * m]]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ops.kda_tpu.contract import Problem
+from ops.kda_tpu.pallas.config import Config
 from ops.kda_tpu.pallas.schedule import StepTable
 
 
@@ -43,3 +44,8 @@ def compute_dtype(problem: Problem) -> jnp.dtype:
 def kernel_width(channels: int) -> int:
     """Channels the kernels work on: multiples of 64 as they are, others padded to the next multiple of 128."""
     return channels if channels % 64 == 0 else -(-channels // 128) * 128
+
+
+def has_masks(problem: Problem, config: Config) -> bool:
+    """Whether a step may hold rows that are not of its segment: padding, another one's, or past the last token."""
+    return problem.segment_ids is not None or problem.query.shape[2] % config.tile != 0
