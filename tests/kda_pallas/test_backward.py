@@ -93,12 +93,15 @@ def test_bfloat16_precision_at_any_gate(mean: float, sub_block: Any) -> None:
     check(replace(SMALL, sub_block=sub_block), heads=8, mean=mean, tokens=129, dtype="bfloat16")
 
 
-def test_small_cotangents_do_not_underflow() -> None:
-    """Those of a mean over many tokens: gradients are linear in them, to a rounding."""
-    p, config, factor = problem(dtype="bfloat16", gate="softplus", tokens=64), SMALL, 2.0**-30
+@pytest.mark.parametrize(("dtype", "sub_block"), [("bfloat16", "clamped"), ("float32", "tree")])
+def test_small_cotangents_do_not_underflow(dtype: str, sub_block: Any) -> None:
+    """Those of a mean over many tokens: gradients are linear in them, to a rounding. Padding's are anything."""
+    config, factor = replace(SMALL, sub_block=sub_block), 2.0**-30
+    p = problem(dtype=dtype, gate="softplus", ids=segments((40, -4, 20)))
     d_output, d_final = cotangents(p)
     wanted = run(p, config, d_output, d_final)
-    small = run(p, config, d_output * factor, d_final * factor)
+    d_small = jnp.where(p.segment_ids[None, :, :, None] > 0, d_output * factor, jnp.asarray(1e30, d_output.dtype))
+    small = run(p, config, d_small, d_final * factor)
     for name, x, y in zip(Gradients._fields, small, wanted, strict=True):
         assert x is not None, name
         assert relative_rms(x.astype(jnp.float32) / factor, y.astype(jnp.float32)) <= 2e-5, name
